@@ -1,0 +1,35 @@
+"""Bilevel optimization with gradients alone, on PyTorch.
+
+    min_x  f(x, y*(x))   with   y*(x) = argmin_y g(x, y)
+
+Start with :class:`Problem` and :func:`minimize`; step by hand with :class:`Solver`; choose an
+algorithm with :class:`F2SA` or :class:`F3SA`; trust the result with :func:`check_hypergradient`.
+"""
+
+from bilevel import diagnostics, errors, problems, schedules, sets, theory
+from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.methods import F2SA, F3SA, METHODS
+from bilevel.minimize import Outcome, Result, minimize
+from bilevel.problem import Problem
+from bilevel.solver import Solver
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "F2SA",
+    "F3SA",
+    "METHODS",
+    "Outcome",
+    "Problem",
+    "Result",
+    "Solver",
+    "check_hypergradient",
+    "diagnostics",
+    "errors",
+    "hypergradient",
+    "minimize",
+    "problems",
+    "schedules",
+    "sets",
+    "theory",
+]

@@ -1,0 +1,323 @@
+"""Exact hypergradients and what a run is measured against.
+
+Second derivatives are used here and only here. Nothing in this file is meant for the inside of a
+training loop: it answers "is my problem set up right?" and "how far is the method from the truth?".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
+from bilevel.methods import Method, PenaltyMethod, method_of
+from bilevel.problem import Problem, evaluate
+from bilevel.problems.known import KnownProblem
+from bilevel.problems.quadratic import Quadratic
+from bilevel.streams import Sample
+from bilevel.variables import Variable, held
+
+
+def hypergradient(
+    problem: Problem,
+    x: Any,
+    y: Any,
+    *,
+    upper_batch: Any = None,
+    lower_batch: Any = None,
+    solve: bool = True,
+) -> Any:
+    """The exact gradient of F(x) = f(x, y*(x)), by the implicit function theorem.
+
+        grad F = grad_x f - grad^2_xy g [grad^2_yy g]^-1 grad_y f     at (x, y*(x))
+
+    The linear system is solved by conjugate gradients on Hessian-vector products.
+
+    Args:
+        x: where; a tensor, tree or module.
+        y: a starting guess for y*(x).
+        upper_batch, lower_batch: what the objectives are evaluated on.
+        solve: find y*(x) from ``y`` first, by Newton's method; False: take ``y`` as it is.
+
+    Returns:
+        The gradient in the structure of x (a module becomes a dict of its parameters' names).
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> exact = bilevel.hypergradient(problem, problem.x0, problem.y0)
+        >>> torch.allclose(exact, problem.gradient(problem.x0))
+        True
+    """
+    _refuse_y_set(problem)
+    at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
+    sample = Sample(upper_batch, lower_batch)
+    with torch.enable_grad():
+        if solve:
+            _minimise(problem, at_x, at_y, sample, strength=0.0)
+        return at_x.structured(_implicit_gradient(problem, at_x, at_y, sample))
+
+
+@dataclass(frozen=True)
+class HypergradientCheck:
+    """How far a method's direction is from the exact hypergradient.
+
+    Attributes:
+        exact: the exact hypergradient, in the structure of x.
+        direction: the method's x direction when its lower problems are solved exactly.
+        relative_error: ||direction - exact|| / ||exact||.
+        cosine: of the angle between the two.
+        multiplier: the multiplier at which the direction was taken.
+    """
+
+    exact: Any
+    direction: Any
+    relative_error: float
+    cosine: float
+    multiplier: float
+
+    def __str__(self) -> str:
+        return (
+            f"relative error {self.relative_error:.2e}, cosine {self.cosine:.6f} "
+            f"at multiplier {self.multiplier:g}"
+        )
+
+
+def check_hypergradient(
+    problem: Problem,
+    x: Any,
+    y: Any,
+    *,
+    method: str | Method[Any] = "f2sa",
+    multiplier: float | None = None,
+    upper_batch: Any = None,
+    lower_batch: Any = None,
+) -> HypergradientCheck:
+    """How far a method's direction is from the exact hypergradient at x.
+
+    The lower problems of the method are solved exactly first, so what is measured is the bias of
+    the method itself: O(1/lam) for F2SA and F3SA.
+
+    Args:
+        x: where; a tensor, tree or module.
+        y: a starting guess for y*(x).
+        method: a name in :data:`bilevel.METHODS` or a method object.
+        multiplier: lam; None: the method's own at k = 0.
+        upper_batch, lower_batch: what the objectives are evaluated on.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> check = bilevel.check_hypergradient(problem, problem.x0, problem.y0, multiplier=1e4)
+        >>> check.relative_error < 1e-2
+        True
+    """
+    _refuse_y_set(problem)
+    chosen = method_of(method)
+    if not isinstance(chosen, PenaltyMethod):
+        raise ArgumentTypeError(f"method must be a penalty method such as F2SA, not {chosen!r}")
+    lam = float(chosen.rates.multiplier(0) if multiplier is None else multiplier)
+    if not lam > 0:
+        raise ArgumentError(f"multiplier must be greater than 0, not {lam!r}")
+    sample = Sample(upper_batch, lower_batch)
+    at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
+    with torch.enable_grad():
+        _minimise(problem, at_x, at_y, sample, strength=0.0)
+        exact = _implicit_gradient(problem, at_x, at_y, sample)
+        copies = []
+        for node in chosen.stencil.nodes:
+            copy = at_y.clone()
+            _minimise(problem, at_x, copy, sample, strength=node / lam)
+            copies.append(copy)
+        with held(*copies):
+            phi = evaluate(problem, chosen.stencil, at_x, copies, [sample] * len(copies))
+            phi.backward(lam, step=0)
+    direction = at_x.take_grads()
+    truth, found = _flat(exact), _flat(direction)
+    return HypergradientCheck(
+        exact=at_x.structured(exact),
+        direction=at_x.structured(direction),
+        relative_error=float((found - truth).norm() / truth.norm()),
+        cosine=float(found @ truth / (found.norm() * truth.norm())),
+        multiplier=lam,
+    )
+
+
+@dataclass(frozen=True)
+class TrackingErrors:
+    """How far the two copies are from what they follow, one number per run.
+
+    Attributes:
+        y: ||y - y*_lam(x)||.
+        z: ||z - y*(x)||.
+    """
+
+    y: Tensor
+    z: Tensor
+
+
+def tracking_errors(
+    problem: KnownProblem, x: Tensor, y: Tensor, z: Tensor, multiplier: float
+) -> TrackingErrors:
+    """||y - y*_lam(x)|| and ||z - y*(x)|| on a problem with known answers.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> solver = bilevel.Solver(problem, bilevel.F2SA(lower_lr=1.0, inner_steps=500),
+        ...                         problem.x0, problem.y0)
+        >>> x_0 = solver.x
+        >>> info = solver.step()
+        >>> errors = bilevel.diagnostics.tracking_errors(
+        ...     problem, x_0, solver.state.y.value, solver.y, info.multiplier)
+        >>> bool(errors.y < 1e-6), bool(errors.z < 1e-6)
+        (True, True)
+    """
+    with torch.no_grad():
+        return TrackingErrors(
+            y=(y - problem.penalised_solution(x, multiplier)).norm(dim=-1),
+            z=(z - problem.lower_solution(x)).norm(dim=-1),
+        )
+
+
+def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: float) -> Tensor:
+    """The paper's potential function, which its proof shows to decrease.
+
+    V = F(x) - F* + l_g1 lam ||y - y*_lam(x)||^2 + (l_g1 lam / 2) ||z - y*(x)||^2
+    """
+    errors = tracking_errors(problem, x, y, z, multiplier)
+    l_g1 = problem.constants.l_g1
+    with torch.no_grad():
+        above = problem.value(x) - problem.value(problem.solution)
+        return above + l_g1 * multiplier * (errors.y**2 + 0.5 * errors.z**2)
+
+
+def _refuse_y_set(problem: Problem) -> None:
+    if problem.y_set is not None:
+        raise ArgumentError(
+            f"the problem has y_set={problem.y_set!r}, but the implicit function theorem as used "
+            f"here is for an unconstrained lower level"
+        )
+
+
+def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
+    f = problem.f(x, y, sample.upper)
+    f_x = _gradient(f, x)
+    f_y = _flat(_gradient(f, y))
+    slope = _flat(_gradient(problem.g(x, y, sample.lower), y, create_graph=True))
+
+    def hessian_product(v: Tensor) -> Tensor:
+        return _flat(_gradient(slope, y, weights=v, retain_graph=True))
+
+    adjoint = _conjugate_gradients(hessian_product, f_y)
+    mixed = _gradient(slope, x, weights=adjoint)
+    return [a - b for a, b in zip(f_x, mixed, strict=True)]
+
+
+def _minimise(problem: Problem, x: Variable, y: Variable, sample: Sample, strength: float) -> None:
+    """Move y to argmin_y g(x, y) + strength * f(x, y), by Newton's method."""
+
+    def objective() -> Tensor:
+        value = problem.g(x, y, sample.lower)
+        return value + strength * problem.f(x, y, sample.upper) if strength else value
+
+    eps = torch.finfo(y.leaves[0].dtype).eps
+    with held(x):
+        scale = None
+        for _ in range(100):
+            value = objective()
+            slope = _flat(_gradient(value, y, create_graph=True))
+            size = float(slope.detach().norm())
+            scale = max(size, 1.0) if scale is None else scale
+            if size <= 100 * eps * scale:
+                return
+
+            def hessian_product(v: Tensor, slope: Tensor = slope) -> Tensor:
+                return _flat(_gradient(slope, y, weights=v, retain_graph=True))
+
+            step = _conjugate_gradients(hessian_product, slope.detach())
+            if not _line_search(
+                objective, y, step, float(value.detach()), float(slope.detach() @ step)
+            ):
+                if size <= eps**0.5 * scale:  # rounding, not the objective, ends the descent
+                    return
+                break
+    raise NotConvergedError(
+        f"the lower level could not be solved to machine precision (gradient norm {size:.2e}); is "
+        f"g strongly convex in y, twice differentiable, and y a reasonable start?"
+    )
+
+
+@torch.no_grad()
+def _line_search(
+    objective: Callable[[], Tensor], y: Variable, step: Tensor, value: float, decrease: float
+) -> bool:
+    """Move y against ``step``, halved until the objective falls; False: it does not."""
+    start = _flat(y.leaves).clone()
+    slack = 4 * torch.finfo(start.dtype).eps * abs(value)
+    for halvings in range(40):
+        length = 0.5**halvings
+        _write(y, start - length * step)
+        if float(objective()) <= value - 1e-4 * length * decrease + slack:
+            return halvings < 30
+    _write(y, start)
+    return False
+
+
+def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+    """The solution of H v = b for a positive definite H given by its products."""
+    solution = torch.zeros_like(b)
+    residual = b.clone()
+    direction = residual.clone()
+    squared = residual @ residual
+    target = (10 * torch.finfo(b.dtype).eps) ** 2 * squared
+    for _ in range(10 * len(b)):
+        if squared <= target:
+            break
+        image = product(direction)
+        curvature = direction @ image
+        if not curvature > 0:
+            raise NotConvergedError(
+                f"the lower level is not convex here: its Hessian has the curvature "
+                f"{float(curvature / (direction @ direction)):.2e} along a direction"
+            )
+        length = squared / curvature
+        solution = solution + length * direction
+        residual = residual - length * image
+        before, squared = squared, residual @ residual
+        direction = residual + (squared / before) * direction
+    return solution
+
+
+def _gradient(
+    value: Tensor,
+    of: Variable,
+    *,
+    weights: Tensor | None = None,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> list[Tensor]:
+    """The gradient in a variable of ``value``, or of its product with ``weights``."""
+    grads = torch.autograd.grad(
+        value,
+        of.leaves,
+        grad_outputs=weights,
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, of.leaves, strict=True)]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _write(variable: Variable, flat: Tensor) -> None:
+    sizes = [leaf.numel() for leaf in variable.leaves]
+    for leaf, part in zip(variable.leaves, torch.split(flat, sizes), strict=True):
+        leaf.copy_(part.reshape(leaf.shape))

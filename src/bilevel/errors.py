@@ -1,0 +1,84 @@
+"""Every exception and warning that the library raises.
+
+All exceptions derive from :class:`BilevelError`. Those that report a bad argument are also
+``ValueError`` or ``TypeError``, so code that knows nothing of this library can still catch them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bilevel.minimize import Result
+
+
+class BilevelError(Exception):
+    """Base class of the library's exceptions."""
+
+
+class ArgumentError(BilevelError, ValueError):
+    """An argument has a value that cannot work; the message names both."""
+
+
+class ArgumentTypeError(BilevelError, TypeError):
+    """An argument is of a kind that cannot work; the message names both."""
+
+
+class ObjectiveError(BilevelError, ValueError):
+    """``upper`` or ``lower`` returned something that is not a scalar function of the variables."""
+
+
+class DataExhaustedError(BilevelError, RuntimeError):
+    """An iterable of batches ended before the run did."""
+
+
+class StateError(BilevelError, ValueError):
+    """A saved state does not fit the solver that is asked to load it."""
+
+
+class NotConvergedError(BilevelError, RuntimeError):
+    """A reference computation (an exact lower solution, say) did not reach its tolerance."""
+
+
+class MissingExtraError(BilevelError, ImportError):
+    """A feature needs a package that the plain installation does not bring."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"this needs the package {package!r}, which is not installed; "
+            f"pip install 'bilevel[{extra}]' brings it"
+        )
+
+
+class NonFiniteError(BilevelError, ArithmeticError):
+    """A loss or a gradient became infinite or NaN; the run stopped before it was used.
+
+    Attributes:
+        step: the outer step k in which it happened.
+        quantity: what was not finite, such as ``"lower(x, z)"`` or ``"gradient of y"``.
+        state: the last finite state, as :meth:`bilevel.Solver.load_state_dict` takes it.
+        result: the run up to there, when it was started by :func:`bilevel.minimize`.
+    """
+
+    def __init__(self, step: int, quantity: str) -> None:
+        self.step = step
+        self.quantity = quantity
+        self.state: dict[str, Any] | None = None
+        self.result: Result | None = None
+        super().__init__(
+            f"{quantity} is not finite at step {step}; the last finite state is in this "
+            f"exception's 'state'. The usual cause is a step size too large for the curvature: try "
+            f"a smaller lower_lr or upper_lr, or a smaller multiplier"
+        )
+
+
+class BilevelWarning(UserWarning):
+    """Base class of the library's warnings."""
+
+
+class MultiplierWarning(BilevelWarning):
+    """The multiplier decreased, which no theorem covers and the bias bound does not forgive."""
+
+
+class ImpracticalDesignWarning(BilevelWarning):
+    """A step-size design satisfies the theorem but cannot be run in practice."""

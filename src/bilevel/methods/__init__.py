@@ -1,0 +1,45 @@
+"""The algorithms, one file each, all with one interface (:mod:`bilevel.methods.base`)."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.methods.base import Info, Method, Properties, State
+from bilevel.methods.f2sa import F2SA
+from bilevel.methods.f3sa import F3SA
+from bilevel.methods.penalty import PenaltyMethod
+
+METHODS: MappingProxyType[str, type[Method[Any]]] = MappingProxyType({"f2sa": F2SA, "f3sa": F3SA})
+"""The methods by name; each class says in ``properties`` what it uses and assumes."""
+
+
+def method_of(method: str | Method[Any]) -> Method[Any]:
+    """The method of that name with its defaults, or the given object itself."""
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ArgumentError(
+                f"method={method!r} is not known; known are {', '.join(map(repr, METHODS))}"
+            )
+        return METHODS[method]()
+    hint = " (an instance is needed, not the class)" if isinstance(method, type) else ""
+    raise ArgumentTypeError(
+        f"method must be one of {', '.join(map(repr, METHODS))} or a method object, "
+        f"not {method!r}{hint}"
+    )
+
+
+__all__ = [
+    "F2SA",
+    "F3SA",
+    "METHODS",
+    "Info",
+    "Method",
+    "PenaltyMethod",
+    "Properties",
+    "State",
+    "method_of",
+]

@@ -1,0 +1,189 @@
+"""What every method has in common: the interface, the state it carries, the info it reports.
+
+A method is an object without state of its own::
+
+    state = method.init(problem, x, y)            # everything that is carried
+    info  = method.step(problem, state, draw)     # one outer step, in place; what is reported
+
+To add another, write a file with a :class:`State` and a :class:`Method`, and name it in
+``methods/__init__.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import StateError
+from bilevel.problem import Problem
+from bilevel.streams import Draw, Sample
+from bilevel.variables import Variable, buffers_kept, norm
+
+
+@dataclass(frozen=True)
+class Info:
+    """What one outer step reports, all at the same point (x_k, y_{k+1}, z_{k+1}).
+
+    The numbers are 0-dimensional tensors on the device of the run, so that reading them is the
+    only synchronisation. With ``measure=False`` they are None.
+
+    Attributes:
+        step: k, the number of the step.
+        multiplier: lam_k.
+        upper: f at the copy that solves the lower level. At the penalised copy it would look
+            better than it is, because that copy is fitted to f as well.
+        lower: g at the same copy.
+        gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level.
+        direction_norm: the norm of the direction in which x moved.
+    """
+
+    step: int
+    multiplier: float
+    upper: Tensor | None = None
+    lower: Tensor | None = None
+    gap: Tensor | None = None
+    direction_norm: Tensor | None = None
+
+
+@dataclass
+class State:
+    """What a method carries from step to step.
+
+    Fields are variables, updates, tensors, numbers, or lists of these; saving and loading walks
+    over the fields, so a method only declares them.
+
+    Attributes:
+        x: the upper variable.
+        solution: the copy of the lower variable that solves the lower level.
+        k: how many outer steps were taken.
+    """
+
+    x: Variable
+    solution: Variable
+    k: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, copied."""
+        return {field.name: saved(getattr(self, field.name)) for field in fields(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved fields, in place."""
+        mine = [field.name for field in fields(self)]
+        if sorted(state) != sorted(mine):
+            raise StateError(
+                f"the saved state has the fields {sorted(state)}, but {type(self).__name__} has "
+                f"{sorted(mine)}; was it saved by another method?"
+            )
+        for name in mine:
+            setattr(self, name, _loaded(getattr(self, name), state[name]))
+
+
+S = TypeVar("S", bound=State)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that saves and loads itself."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a user compares methods by.
+
+    Attributes:
+        order: the highest order of derivatives used.
+        gradients: gradients of f and of g per outer step, as text in T (inner steps).
+        copies: copies of the lower variable that are held.
+        assumes: what the theory assumes.
+        reference: where the method comes from.
+    """
+
+    order: int
+    gradients: str
+    copies: int
+    assumes: str
+    reference: str
+
+
+class Tally:
+    """Adds up what a step reports over the parts of its direction's samples."""
+
+    def __init__(self, problem: Problem, state: State, measure: bool) -> None:
+        self._problem = problem
+        self._state = state
+        self._measure = measure
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, sample: Sample, terms: dict[str, Tensor]) -> None:
+        """One part: its terms, and f at the solution, which no term holds."""
+        if not self._measure:
+            return
+        if sample.upper_share:
+            x, z = self._state.x, self._state.solution
+            with torch.no_grad(), buffers_kept(z):
+                f = self._problem.f(x, z, sample.upper)
+            terms = {**terms, "upper": sample.upper_share * f}
+        for name, value in terms.items():
+            self._totals[name] = self._totals[name] + value if name in self._totals else value
+
+    def info(self, multiplier: float, direction: list[Tensor]) -> Info:
+        """The report of the state's current step."""
+        if not self._measure:
+            return Info(self._state.k, multiplier)
+        lower = self._totals["lower(x, z)"]
+        return Info(
+            self._state.k,
+            multiplier,
+            upper=self._totals["upper"],
+            lower=lower,
+            gap=self._totals["lower(x, y)"] - lower,
+            direction_norm=norm(direction),
+        )
+
+
+class Method(ABC, Generic[S]):
+    """The interface of every algorithm."""
+
+    properties: ClassVar[Properties]
+
+    @abstractmethod
+    def init(self, problem: Problem, x: Variable, y: Variable) -> S:
+        """The state at the starting point; ``x`` and ``y`` are taken over, not copied."""
+
+    @abstractmethod
+    def step(self, problem: Problem, state: S, draw: Draw, *, measure: bool = True) -> Info:
+        """One outer step, in place; without ``measure`` nothing is evaluated just to report it."""
+
+
+def saved(value: Any) -> Any:
+    """``value`` as it goes into a state dict: copied, and of plain types and tensors only."""
+    if isinstance(value, Stateful):
+        return value.state_dict()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: saved(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [saved(part) for part in value]
+    return value
+
+
+def _loaded(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, Stateful):
+        mine.load_state_dict(theirs)
+        return mine
+    if isinstance(mine, Tensor):
+        with torch.no_grad():
+            mine.copy_(theirs)
+        return mine
+    if isinstance(mine, list | tuple):
+        return type(mine)(_loaded(part, other) for part, other in zip(mine, theirs, strict=True))
+    return theirs

@@ -1,0 +1,270 @@
+"""F3SA: F2SA with recursive momentum in every gradient (Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bilevel import theory
+from bilevel.checks import check_choice
+from bilevel.errors import ArgumentError
+from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.updates import Update
+from bilevel.problem import FORWARD, Phi, Problem, Stencil, backward, evaluate
+from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
+from bilevel.streams import Draw, Sample
+from bilevel.variables import Variable, buffers_kept, held
+
+DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
+"""eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
+
+Gradients = list[list[Tensor]]
+"""For each estimator the gradient of its term, one tensor per leaf."""
+
+
+@dataclass
+class F3SAState(State):
+    """What F3SA carries.
+
+    Attributes:
+        y: the penalised copy; ``solution`` is the paper's z.
+        before: (x, y, z) where the estimators were last evaluated.
+        y_estimates: of grad_y f and grad_y g at y; combined: of their sum with the multiplier.
+        z_estimate: of grad_y g at z.
+        x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
+        multiplier: lam of the last step taken, 0 before the first.
+        x_update, y_update, z_update: how each variable moves.
+    """
+
+    y: Variable
+    before: list[Variable]
+    y_estimates: Gradients
+    z_estimate: list[Tensor]
+    x_estimates: Gradients
+    multiplier: float
+    x_update: Update
+    y_update: Update
+    z_update: Update
+
+
+@dataclass(frozen=True)
+class F3SA(PenaltyMethod[F3SAState]):
+    """F3SA: F2SA with one inner step and variance-reduced gradients.
+
+    Every gradient q of :class:`~bilevel.F2SA` is replaced by a recursive estimator h that evaluates
+    each fresh sample at the current and at the previous point,
+
+        h^k = q_k(sample_k) + (1 - eta_k) * ( h^{k-1} - q_{k-1}(sample_k) ),
+
+    for grad_y g at z; grad_y f and grad_y g at y; grad_x f and grad_x g at y and grad_x g at z, the
+    last two on the same sample. With these,
+
+        z <- z - gamma_k * h_z
+        y <- y - beta_k * ( h_gy + h_fy / lam_k )
+        x <- x - eta * ( h_fx + lam_k * ( h_gxy - h_gxz ) )       (eta: upper_lr)
+
+    where the x estimators are taken at the new y and z. Because h_gxy and h_gxz obey one linear
+    recursion on one sample, their difference is kept instead of both.
+
+    Args:
+        lower_lr, upper_lr, multiplier, penalty_lr, coupling, lower_optimizer, upper_optimizer: as
+            in :class:`~bilevel.F2SA`. With "independent", the paper's sampling, y and z draw their
+            own samples; the two g-terms of x share theirs in either case.
+        momentum: eta_k in (0, 1], a float or a function of k; eta_0 = eta_1 = 1 always, as the
+            theorem wants. 1 is no momentum.
+        recursion: "separate", the paper's Algorithm 2, or "combined", what its proof analyses:
+            one estimator of f + lam * g, evaluated with lam_{k-1} at the previous point. They are
+            the same when the multiplier is constant; "combined" holds fewer tensors.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.problems.Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
+        >>> method = bilevel.F3SA(lower_lr=0.5, upper_lr=0.02, momentum=0.1)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=500,
+        ...     upper_data=problem.upper_noise, lower_data=problem.lower_noise)
+        >>> bool(problem.gradient(result.x).norm() < 0.2 * problem.gradient(problem.x0).norm())
+        True
+
+    Reference:
+        Kwon, Kwon, Wright, Nowak 2023, Algorithm 2.
+    """
+
+    _: KW_ONLY
+    momentum: Rate = DEFAULT_MOMENTUM
+    recursion: Literal["separate", "combined"] = "separate"
+
+    algorithm = "f3sa"
+    properties = Properties(
+        order=1,
+        gradients="f: 4, g: 8 (half of them at the previous point)",
+        copies=4,
+        assumes="as F2SA, and smooth in y for every sample",
+        reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("recursion", self.recursion, ("separate", "combined"))
+        if isinstance(self.momentum, int | float) and self.momentum > 1:
+            raise ArgumentError(f"momentum must be at most 1, not {self.momentum!r}")
+        _ = self.eta  # a bad momentum is refused at construction
+
+    @property
+    def stencil(self) -> Stencil:
+        return FORWARD
+
+    @classmethod
+    def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
+        return {"momentum": design.momentum}
+
+    @cached_property
+    def eta(self) -> Schedule:
+        """The momentum weight as a function of k, before eta_0 = eta_1 = 1 is imposed."""
+        return as_schedule("momentum", self.momentum)
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
+        z = y.clone("z")
+        x_update = Update(x, problem.x_projections(x), self.upper_optimizer)
+        y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
+        z_update = Update(z, problem.y_projections(z), self.lower_optimizer)
+
+        terms = 2 if self.recursion == "separate" else 1
+        return F3SAState(
+            x=x,
+            solution=z,
+            k=0,
+            y=y,
+            before=[x.clone(), y.clone(), z.clone()],
+            y_estimates=_zeros(y, terms),
+            z_estimate=_zeros(z, 1)[0],
+            x_estimates=_zeros(x, terms),
+            multiplier=0.0,
+            x_update=x_update,
+            y_update=y_update,
+            z_update=z_update,
+        )
+
+    def step(self, problem: Problem, state: F3SAState, draw: Draw, *, measure: bool = True) -> Info:
+        k, x, y, z = state.k, state.x, state.y, state.solution
+        x_before, y_before, z_before = state.before
+        lam_before = state.multiplier
+        lam = self.rates.multiplier_at(k, before=lam_before)
+        gamma, beta, upper_lr = (
+            self.rates.lower_at(k),
+            self.rates.penalty_at(k),
+            self.rates.upper_at(k),
+        )
+        eta = self._eta_at(k)
+
+        # y and z: the estimators at (x_k, y_k, z_k), then the step to y_{k+1}, z_{k+1}
+        samples = draw.inner(self.stencil.nodes, self.shared)
+        fresh = self._lower_gradients(problem, k, lam, x, y, z, samples)
+        stale = None
+        if eta < 1:
+            with buffers_kept(y_before, z_before):
+                stale = self._lower_gradients(
+                    problem, k, lam_before, x_before, y_before, z_before, samples
+                )
+        _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
+        y.set_grads(self._direction(state.y_estimates, lam))
+        z.set_grads([h.clone() for h in state.z_estimate])
+        y_before.assign(y)
+        z_before.assign(z)
+        state.y_update.apply(beta, gain=1 / lam)
+        state.z_update.apply(gamma)
+
+        # x: the estimators at (x_k, y_{k+1}, z_{k+1}); the previous point is (x_{k-1}, y_k, z_k)
+        tally = Tally(problem, state, measure)
+        fresh = _zeros(x, len(state.x_estimates))
+        stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
+        with held(y, z, y_before, z_before), buffers_kept(y, z, y_before, z_before):
+            for part in draw.direction(self.stencil.nodes, shared=True):
+                phi = evaluate(problem, self.stencil, x, [y, z], part)
+                self._add_x_gradients(fresh, phi, k, lam, x)
+                tally.add(part[0], phi.terms)
+                if stale is not None:
+                    phi = evaluate(problem, self.stencil, x_before, [y_before, z_before], part)
+                    self._add_x_gradients(stale, phi, k, lam_before, x_before)
+        _recur(state.x_estimates, fresh, stale, eta)
+        x.set_grads(self._direction(state.x_estimates, lam))
+        info = tally.info(lam, x.grads())
+        x_before.assign(x)
+        state.x_update.apply(upper_lr)
+
+        state.k, state.multiplier = k + 1, lam
+        return info
+
+    def _eta_at(self, k: int) -> float:
+        if k < 2:
+            return 1.0
+        eta = positive_at("momentum", self.eta, k)
+        if eta > 1:
+            raise ArgumentError(f"momentum({k}) must be at most 1, not {eta!r}")
+        return eta
+
+    def _terms(self, phi: Phi, lam: float) -> list[Tensor | None]:
+        """The scalars whose gradients have an estimator each."""
+        return [phi.upper, phi.lower] if self.recursion == "separate" else [phi.at(lam)]
+
+    def _direction(self, estimates: Gradients, lam: float) -> list[Tensor]:
+        """The estimate of the gradient of f + lam * g."""
+        if self.recursion == "separate":
+            f, g = estimates
+            return list(torch._foreach_add(f, g, alpha=lam))
+        return [h.clone() for h in estimates[0]]
+
+    def _lower_gradients(
+        self,
+        problem: Problem,
+        k: int,
+        lam: float,
+        x: Variable,
+        y: Variable,
+        z: Variable,
+        samples: Sequence[Sample],
+    ) -> Gradients:
+        """For y the gradient of each term, then for z that of g."""
+        with held(x):
+            phi = evaluate(problem, self.stencil, x, [y, z], samples)
+            gradients = []
+            for term in self._terms(phi, lam):
+                assert term is not None, "an inner sample has all terms"
+                backward(term, k, phi.terms)
+                y.require_finite_grads(k)
+                gradients.append(y.take_grads())
+            z.require_finite_grads(k)
+        # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
+        weight = -1.0 if self.recursion == "separate" else -lam
+        gradients.append(list(torch._foreach_div(z.take_grads(), weight)))
+        return gradients
+
+    def _add_x_gradients(
+        self, totals: Gradients, phi: Phi, k: int, lam: float, x: Variable
+    ) -> None:
+        """Add to ``totals`` the gradient in x of each term."""
+        for total, term in zip(totals, self._terms(phi, lam), strict=True):
+            if term is not None:
+                backward(term, k, phi.terms)
+                x.require_finite_grads(k)
+                torch._foreach_add_(total, x.take_grads())
+
+
+def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:
+    """H <- fresh + (1 - eta) * (h - stale), in place; without ``stale`` the past has no weight."""
+    for index, (h, new) in enumerate(zip(estimates, fresh, strict=True)):
+        if stale is None:
+            torch._foreach_copy_(h, new)
+        else:
+            torch._foreach_sub_(h, stale[index])
+            torch._foreach_mul_(h, 1 - eta)
+            torch._foreach_add_(h, new)
+
+
+def _zeros(variable: Variable, count: int) -> Gradients:
+    return [[torch.zeros_like(leaf) for leaf in variable.leaves] for _ in range(count)]

@@ -1,0 +1,172 @@
+"""How variables move: rates, plain steps or the user's optimizer, projection."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError
+from bilevel.methods.base import saved
+from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.sets import Projection
+from bilevel.variables import Variable
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""``params -> torch.optim.Optimizer``, such as ``lambda p: torch.optim.Adam(p, lr=1e-3)``."""
+
+DEFAULT_RATE = 0.1
+"""The step size where none is given: a plain number, right only for well-scaled objectives."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The step sizes and the multiplier as functions of k, and their checked values at one k.
+
+    Attributes:
+        lower: gamma_k, the step of the copy that solves the lower level.
+        penalty: beta_k, the step of the penalised copies.
+        upper: the step of x.
+        multiplier: lam_k.
+    """
+
+    lower: Schedule
+    penalty: Schedule
+    upper: Schedule
+    multiplier: Schedule
+
+    @classmethod
+    def of(
+        cls,
+        lower_lr: Rate | None,
+        penalty_lr: Rate | None,
+        upper_lr: Rate | None,
+        multiplier: Rate,
+        lower_optimizer: OptimizerFactory | None,
+        upper_optimizer: OptimizerFactory | None,
+    ) -> Rates:
+        """From what a user gives; a rate beside an optimizer that would ignore it is refused."""
+        for name, rate, optimizer_name, optimizer in (
+            ("lower_lr", lower_lr, "lower_optimizer", lower_optimizer),
+            ("penalty_lr", penalty_lr, "lower_optimizer", lower_optimizer),
+            ("upper_lr", upper_lr, "upper_optimizer", upper_optimizer),
+        ):
+            if optimizer is not None and not callable(optimizer):
+                raise ArgumentTypeError(
+                    f"{optimizer_name} must be a function of the parameters that returns a "
+                    f"torch.optim.Optimizer, not {optimizer!r}"
+                )
+            if rate is not None and optimizer is not None:
+                raise ArgumentError(
+                    f"{name}={rate!r} would be ignored, because {optimizer_name} brings its own "
+                    f"learning rate; give one of the two"
+                )
+        lower = as_schedule("lower_lr", DEFAULT_RATE if lower_lr is None else lower_lr)
+        return cls(
+            lower=lower,
+            penalty=lower if penalty_lr is None else as_schedule("penalty_lr", penalty_lr),
+            upper=as_schedule("upper_lr", DEFAULT_RATE if upper_lr is None else upper_lr),
+            multiplier=as_schedule("multiplier", multiplier),
+        )
+
+    def lower_at(self, k: int) -> float:
+        """gamma_k."""
+        return positive_at("lower_lr", self.lower, k)
+
+    def penalty_at(self, k: int) -> float:
+        """beta_k."""
+        return positive_at("penalty_lr", self.penalty, k)
+
+    def upper_at(self, k: int) -> float:
+        """The step of x at k."""
+        return positive_at("upper_lr", self.upper, k)
+
+    def multiplier_at(self, k: int, before: float) -> float:
+        """lam_k; a warning when it is below lam_{k-1} (``before``)."""
+        multiplier = positive_at("multiplier", self.multiplier, k)
+        if multiplier < before:
+            warnings.warn(
+                f"multiplier({k}) = {multiplier!r} is below its value of {before!r} one step "
+                f"earlier; it must not decrease, or the bias of the direction grows again",
+                MultiplierWarning,
+                stacklevel=3,
+            )
+        return multiplier
+
+
+class Update:
+    """How one variable moves: by plain steps or by the user's optimizer, then back into its set."""
+
+    def __init__(
+        self,
+        variable: Variable,
+        projections: Sequence[Projection | None],
+        factory: OptimizerFactory | None = None,
+    ) -> None:
+        self._variable = variable
+        self._projections = [
+            (leaf, project)
+            for leaf, project in zip(variable.leaves, projections, strict=True)
+            if project is not None
+        ]
+        self._optimizer = None if factory is None else _built(factory, variable)
+        self._project()
+
+    @torch.no_grad()
+    def apply(self, rate: float, gain: float = 1.0) -> None:
+        """Move against ``gain`` times the gradients on the leaves, and clear these.
+
+        A plain step has length ``rate``; an optimizer decides for itself.
+        """
+        if self._optimizer is None:
+            torch._foreach_add_(self._variable.leaves, self._variable.grads(), alpha=-rate * gain)
+        else:
+            if gain != 1.0:
+                torch._foreach_mul_(self._variable.grads(), gain)
+            self._optimizer.step()
+        self._variable.clear_grads()
+        self._project()
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        for leaf, project in self._projections:
+            inside = project(leaf)
+            if not isinstance(inside, Tensor) or inside.shape != leaf.shape:
+                raise ArgumentTypeError(
+                    f"the set of {self._variable.name} must project a tensor of shape "
+                    f"{tuple(leaf.shape)} to one of the same shape, not to {inside!r}"
+                )
+            leaf.copy_(inside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, where there is one."""
+        return {} if self._optimizer is None else saved(self._optimizer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved optimizer's state."""
+        if bool(state) != (self._optimizer is not None):
+            raise StateError(
+                f"the state of {self._variable.name} was saved "
+                f"{'with' if state else 'without'} an optimizer, but here it is the other way round"
+            )
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(saved(state))
+
+
+def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimizer:
+    optimizer = factory(variable.leaves)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"the optimizer factory of {variable.name} must return a torch.optim.Optimizer, "
+            f"not {optimizer!r}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            f"the optimizer of {variable.name} is LBFGS, which evaluates the objective itself; "
+            f"choose one whose step() needs only gradients"
+        )
+    return optimizer

@@ -1,0 +1,286 @@
+"""minimize: the loop around a Solver, and its Result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bilevel.checks import check_choice, check_count
+from bilevel.errors import ArgumentTypeError, MissingExtraError, NonFiniteError
+from bilevel.methods import Info, Method
+from bilevel.problem import Problem
+from bilevel.solver import Solver
+from bilevel.streams import DirectionSize
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Callback: TypeAlias = Callable[[Solver, Info], bool | None]
+"""Called as ``callback(solver, info)`` at every recorded step; True ends the run."""
+
+History: TypeAlias = dict[str, npt.NDArray[Any]]
+
+MEASURED = ("upper", "lower", "gap", "direction_norm")
+
+
+class Outcome(Enum):
+    """How a run ended; the values are the messages."""
+
+    COMPLETED = "all steps were taken"
+    STOPPED = "the callback asked to stop"
+    NON_FINITE = "a loss or a gradient was not finite"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found.
+
+    Attributes:
+        x: the upper variable, in the structure of x0.
+        y: the copy of the lower variable that solves the lower level, in the structure of y0.
+        history: arrays of one length, one entry per recorded step: "step", "seconds", "upper",
+            "lower", "gap", "multiplier", "direction_norm"; see :class:`bilevel.methods.Info`.
+        steps: how many outer steps were taken.
+        seconds: how long they took.
+        outcome: how the run ended.
+        selected_step: k of the returned point x_k; equals ``steps`` for the last iterate.
+    """
+
+    x: Any
+    y: Any
+    history: History
+    steps: int
+    seconds: float
+    outcome: Outcome
+    selected_step: int
+
+    def to_frame(self) -> pd.DataFrame:
+        """The history as a pandas DataFrame."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise MissingExtraError("pandas", "pandas") from None
+        return pd.DataFrame(self.history)
+
+
+def minimize(
+    problem: Problem,
+    x0: Any,
+    y0: Any,
+    *,
+    method: str | Method[Any] = "f2sa",
+    steps: int = 1000,
+    upper_data: Any = None,
+    lower_data: Any = None,
+    batch_size: int | None = None,
+    direction_batch_size: DirectionSize = None,
+    chunk_size: int | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+    callback: Callback | None = None,
+    record_every: int = 1,
+    select: Literal["last", "best", "random"] = "last",
+) -> Result:
+    """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
+
+    Args:
+        problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
+            chunk_size, seed, device: as :class:`bilevel.Solver` takes them.
+        steps: K, how many outer steps to take.
+        progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
+        callback: called as ``callback(solver, info)`` at every recorded step; returning True ends
+            the run.
+        record_every: record every that many steps, and the last.
+        select: which iterate to return. "last"; "best": with the lowest recorded f (on
+            minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
+            iterate for which the paper's theorems are stated.
+
+    Returns:
+        A :class:`Result`. A run that meets a non-finite number raises
+        :class:`bilevel.errors.NonFiniteError`, which carries the result so far.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=200)
+        >>> result.outcome.name, result.steps, result.history["upper"].shape
+        ('COMPLETED', 200, (200,))
+    """
+    check_count("steps", steps, least=0)
+    check_count("record_every", record_every)
+    check_choice("select", select, SELECTORS)
+    if callback is not None and not callable(callback):
+        raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
+    solver = Solver(
+        problem,
+        method,
+        x0,
+        y0,
+        upper_data=upper_data,
+        lower_data=lower_data,
+        batch_size=batch_size,
+        direction_batch_size=direction_batch_size,
+        chunk_size=chunk_size,
+        seed=seed,
+        device=device,
+    )
+    recorder = _Recorder(solver, steps, record_every)
+    selector = SELECTORS[select](solver, seed)
+    meter = _meter(steps) if progress else None
+    outcome = Outcome.COMPLETED
+    start = time.perf_counter()
+
+    def result() -> Result:
+        x, y, selected = selector.point()
+        seconds = time.perf_counter() - start
+        return Result(x, y, recorder.history(), solver.k, seconds, outcome, selected)
+
+    with meter or nullcontext():
+        for k in range(steps):
+            recorded = k % record_every == 0 or k == steps - 1
+            selector.before(recorded)
+            try:
+                info = solver.step(measure=recorded)
+            except NonFiniteError as error:
+                outcome = Outcome.NON_FINITE
+                error.result = result()
+                raise
+            selector.after(info)
+            if not recorded:
+                continue
+            recorder.add(info, time.perf_counter() - start)
+            if meter is not None:
+                meter.show(info)
+            if callback is not None and callback(solver, info):
+                outcome = Outcome.STOPPED
+                break
+    return result()
+
+
+class _Recorder:
+    """The history of a run, kept on its device in arrays of fixed size."""
+
+    def __init__(self, solver: Solver, steps: int, every: int) -> None:
+        rows = -(-steps // every) + 1
+        device = solver.state.x.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._measured = torch.empty((rows, len(MEASURED)), dtype=dtype, device=device)
+        self._told = np.empty((rows, 3))
+        self._rows = 0
+
+    def add(self, info: Info, seconds: float) -> None:
+        row = torch.stack([getattr(info, name).detach() for name in MEASURED])
+        self._measured[self._rows] = row
+        self._told[self._rows] = info.step, seconds, info.multiplier
+        self._rows += 1
+
+    def history(self) -> History:
+        measured = self._measured[: self._rows].cpu().numpy()
+        told = self._told[: self._rows]
+        return {
+            "step": told[:, 0].astype(np.int64),
+            "seconds": told[:, 1].copy(),
+            **{name: measured[:, i].copy() for i, name in enumerate(MEASURED)},
+            "multiplier": told[:, 2].copy(),
+        }
+
+
+class _Last:
+    """Return the last iterate."""
+
+    def __init__(self, solver: Solver, seed: int) -> None:
+        self.solver = solver
+
+    def before(self, recorded: bool) -> None:
+        """Called before each step: x is x_k."""
+
+    def after(self, info: Info) -> None:
+        """Called after each step: the lower solution belongs to x_k."""
+
+    def point(self) -> tuple[Any, Any, int]:
+        """x, y and the k of x."""
+        return self.solver.x, self.solver.y, self.solver.k
+
+
+class _Kept(_Last):
+    """Return a kept pair (x_k, z_{k+1}): z_{k+1} is the lower solution that belongs to x_k."""
+
+    def __init__(self, solver: Solver, seed: int) -> None:
+        super().__init__(solver, seed)
+        self._x = solver.state.x.clone()
+        self._y = solver.state.solution.clone()
+        self._k: int | None = None
+
+    def _keep_x(self) -> None:
+        self._x.assign(self.solver.state.x)
+
+    def _keep_y(self) -> None:
+        self._y.assign(self.solver.state.solution)
+
+    def point(self) -> tuple[Any, Any, int]:
+        if self._k is None:
+            return super().point()
+        return self._x.detached(), self._y.detached(), self._k
+
+
+class _Random(_Kept):
+    """x_R with R uniform over the steps taken, however many these turn out to be."""
+
+    def __init__(self, solver: Solver, seed: int) -> None:
+        super().__init__(solver, seed)
+        self._choice = np.random.default_rng([seed, 1])
+        self._chosen = False
+
+    def before(self, recorded: bool) -> None:
+        k = self.solver.k
+        self._chosen = bool(self._choice.integers(k + 1) == 0)
+        if self._chosen:
+            self._keep_x()
+
+    def after(self, info: Info) -> None:
+        if self._chosen:
+            self._keep_y()
+            self._k = info.step
+
+
+class _Best(_Kept):
+    """The recorded iterate with the lowest f at its lower solution."""
+
+    def __init__(self, solver: Solver, seed: int) -> None:
+        super().__init__(solver, seed)
+        self._candidate = solver.state.x.clone()
+        self._lowest = float("inf")
+
+    def before(self, recorded: bool) -> None:
+        if recorded:
+            self._candidate.assign(self.solver.state.x)
+
+    def after(self, info: Info) -> None:
+        if info.upper is None:
+            return
+        value = float(info.upper)
+        if value < self._lowest:
+            self._lowest = value
+            self._x.assign(self._candidate)
+            self._keep_y()
+            self._k = info.step
+
+
+SELECTORS: dict[str, type[_Last]] = {"last": _Last, "best": _Best, "random": _Random}
+
+
+def _meter(steps: int) -> Any:
+    try:
+        from bilevel.progress import Meter
+    except ImportError:
+        raise MissingExtraError("rich", "cli") from None
+    return Meter(steps)

@@ -1,0 +1,7 @@
+"""Problems with known answers: for tests, for measuring methods, for learning the interface."""
+
+from bilevel.problems.known import KnownProblem
+from bilevel.problems.logistic import WeightedLogistic
+from bilevel.problems.quadratic import LeastSquares, Nonconvex, Quadratic
+
+__all__ = ["KnownProblem", "LeastSquares", "Nonconvex", "Quadratic", "WeightedLogistic"]

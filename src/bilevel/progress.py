@@ -1,0 +1,51 @@
+"""A progress bar that shows the losses and the multiplier; needs ``rich``."""
+
+from __future__ import annotations
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from bilevel.methods import Info
+
+
+class Meter:
+    """Shows each :class:`~bilevel.methods.Info` that it is given, on one line."""
+
+    def __init__(self, steps: int) -> None:
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[losses]}"),
+        )
+        self._task = self._progress.add_task("", total=steps, losses="")
+
+    def __enter__(self) -> Meter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def show(self, info: Info) -> None:
+        """Move the bar to the step of ``info`` and show its numbers."""
+        self._progress.update(
+            self._task,
+            completed=info.step + 1,
+            losses=describe(info),
+        )
+
+
+def describe(info: Info) -> str:
+    """The numbers of one step in one short line."""
+    if info.upper is None or info.lower is None or info.gap is None:
+        return f"multiplier {info.multiplier:.4g}"
+    return (
+        f"upper {float(info.upper):.4g}  lower {float(info.lower):.4g}  "
+        f"gap {float(info.gap):.2e}  multiplier {info.multiplier:.4g}"
+    )

@@ -1,0 +1,55 @@
+"""torch's global random generators, made part of a run's state."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+class PrivateRandomness:
+    """Inside, torch's global generators are this object's own; outside, they are untouched.
+
+    Dropout, an objective that calls ``torch.randn`` or a DataLoader that shuffles draw from the
+    global generators. With this they are part of a run's state, and a run neither disturbs the
+    program around it nor is disturbed by it.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        with self._global_kept():
+            torch.manual_seed(seed)
+            self._state = self._read()
+        self._outside: dict[str, Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = self._read()
+        self._write(self._state)
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._outside is not None
+        self._state = self._read()
+        self._write(self._outside)
+
+    def _global_kept(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[] if self._cuda is None else [self._cuda])
+
+    def _read(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._cuda is not None:
+            state["cuda"] = torch.cuda.get_rng_state(self._cuda)
+        return state
+
+    def _write(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(state["cuda"], self._cuda)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The generators' states."""
+        return {key: value.clone() for key, value in self._state.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from saved states."""
+        self._state = {key: value.clone() for key, value in state.items()}

@@ -1,0 +1,120 @@
+"""Convex sets, each as the callable that projects a tensor onto it.
+
+``Problem(..., x_set=..., y_set=...)`` takes one of these, any other callable ``tensor -> tensor``
+that projects, or, for a variable that is a tree, a tree of them in the same shape (``None`` leaves
+a part free). One callable for a whole tree is applied to each of its tensors. Every update of the
+variable is followed by the projection, so that iterates never leave the set.
+
+Example:
+    >>> Box(0, 1)(torch.tensor([-0.5, 0.5, 2.0]))
+    tensor([0.0000, 0.5000, 1.0000])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.variables import Variable
+
+Projection: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Box:
+    """``{v : low <= v_i <= high}``; a bound may be infinite."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:  # also refuses NaN
+            raise ArgumentError(f"Box needs low <= high, not low={self.low!r}, high={self.high!r}")
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Ball:
+    """``{v : ||v|| <= radius}`` with the Euclidean norm over the whole tensor."""
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.radius) and self.radius > 0):
+            raise ArgumentError(f"Ball needs a finite radius > 0, not {self.radius!r}")
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(tensor)
+        return tensor * (self.radius / length.clamp_min(self.radius))
+
+
+@dataclass(frozen=True)
+class Simplex:
+    """``{v : v_i >= 0, sum v_i = total}`` along the last dimension.
+
+    The projection subtracts one threshold and clips at zero; the threshold comes from the sorted
+    entries (Held, Wolfe, Crowder 1974).
+    """
+
+    total: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.total) and self.total > 0):
+            raise ArgumentError(f"Simplex needs a finite total > 0, not {self.total!r}")
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            raise ArgumentError("Simplex needs a tensor of at least one dimension, not a scalar")
+        ordered = tensor.sort(dim=-1, descending=True).values
+        excess = ordered.cumsum(-1) - self.total
+        count = torch.arange(1, tensor.shape[-1] + 1, device=tensor.device, dtype=tensor.dtype)
+        support = (ordered * count > excess).sum(-1, keepdim=True)
+        threshold = excess.gather(-1, support - 1) / support.to(tensor.dtype)
+        return (tensor - threshold).clamp_min(0)
+
+
+def projections(variable: Variable, argument: str, wanted: Any) -> list[Projection | None]:
+    """For each leaf of ``variable`` the projection that ``wanted`` (an x_set or y_set) gives it."""
+    found: dict[int, Projection] = {}
+    _collect(variable.value, wanted, argument, found)
+    return [found.get(id(leaf)) for leaf in variable.leaves]
+
+
+def _collect(node: Any, wanted: Any, path: str, found: dict[int, Projection]) -> None:
+    if wanted is None or node is None:
+        return
+    if isinstance(node, nn.Module) and (callable(wanted) or isinstance(wanted, dict)):
+        node = {name: p for name, p in node.named_parameters() if p.requires_grad}
+    if callable(wanted):
+        if isinstance(node, Tensor):
+            found[id(node)] = wanted
+        elif isinstance(node, dict | list | tuple):
+            for child in node.values() if isinstance(node, dict) else node:
+                _collect(child, wanted, path, found)
+        return
+    if isinstance(wanted, dict) and isinstance(node, dict):
+        unknown = [key for key in wanted if key not in node]
+        if unknown:
+            raise ArgumentError(
+                f"{path} names {unknown!r}, but the variable has only {list(node)!r}"
+            )
+        for key, part in wanted.items():
+            _collect(node[key], part, f"{path}[{key!r}]", found)
+    elif isinstance(wanted, list | tuple) and isinstance(node, list | tuple):
+        if len(wanted) != len(node):
+            raise ArgumentError(f"{path} has {len(wanted)} parts, but the variable has {len(node)}")
+        for index, part in enumerate(wanted):
+            _collect(node[index], part, f"{path}[{index}]", found)
+    else:
+        raise ArgumentTypeError(
+            f"{path} must be a callable that projects a tensor, or a tree of such in the shape of "
+            f"the variable, not {wanted!r}"
+        )

@@ -1,0 +1,168 @@
+"""Solver: a problem, a method and its state, one step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bilevel.checks import check_count
+from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.methods import Info, Method, State, method_of
+from bilevel.problem import Problem
+from bilevel.randomness import PrivateRandomness
+from bilevel.streams import DirectionSize, Draw, stream_of
+from bilevel.variables import Variable
+
+
+class Solver:
+    """A run that the caller steps through.
+
+    Args:
+        problem: the two objectives.
+        method: a name in :data:`bilevel.METHODS` or a method object such as ``bilevel.F2SA(...)``.
+        x0, y0: where to start; they are copied and never changed.
+        upper_data, lower_data: what the batches of f and of g are drawn from. None: no data, the
+            batch is None. A tensor, or a tuple or dict of tensors with one first dimension: rows
+            are sampled with replacement on the device where they lie. A Dataset: the same, and
+            collated. A DataLoader or any iterable of batches: gone through again and again. A
+            function: called with a ``torch.Generator``, it returns a batch.
+        batch_size: rows per minibatch where they are sampled here. None: all of them every time.
+        direction_batch_size: how many samples are behind the x direction. None: one minibatch.
+            "all": one pass over all data, in order.
+        chunk_size: the largest part in which those are evaluated, so that memory stays flat. None:
+            as batch_size.
+        seed: of everything random in the run, the objectives' own use of torch's global generator
+            included.
+        device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> solver = bilevel.Solver(problem, bilevel.F2SA(lower_lr=0.5), problem.x0, problem.y0)
+        >>> for _ in range(3):
+        ...     info = solver.step()
+        >>> info.step, info.multiplier
+        (2, 10.0)
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        method: str | Method[Any],
+        x0: Any,
+        y0: Any,
+        *,
+        upper_data: Any = None,
+        lower_data: Any = None,
+        batch_size: int | None = None,
+        direction_batch_size: DirectionSize = None,
+        chunk_size: int | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(problem, Problem):
+            raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        if chunk_size is not None:
+            check_count("chunk_size", chunk_size)
+        if direction_batch_size is not None and direction_batch_size != "all":
+            check_count("direction_batch_size (unless it is 'all')", direction_batch_size)
+        if direction_batch_size is not None and upper_data is None and lower_data is None:
+            raise ArgumentError(
+                f"direction_batch_size={direction_batch_size!r} needs upper_data or lower_data"
+            )
+        check_count("seed", seed, least=0)
+        self.problem = problem
+        self.method = method_of(method)
+        place = None if device is None else torch.device(device)
+        x = Variable.copy_of(x0, "x", place)
+        y = Variable.copy_of(y0, "y", place)
+        if x.device != y.device:
+            raise ArgumentError(
+                f"x0 is on {x.device} and y0 on {y.device}; move one, or give device="
+            )
+        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+        self._randomness = PrivateRandomness(seeds[2] >> 1, x.device)
+        upper, lower = (
+            stream_of(
+                name,
+                data,
+                batch_size=batch_size,
+                direction_batch_size=direction_batch_size,
+                seed=stream_seed >> 1,
+                device=place,
+                home=x.device,
+            )
+            for name, data, stream_seed in (
+                ("upper_data", upper_data, seeds[0]),
+                ("lower_data", lower_data, seeds[1]),
+            )
+        )
+        self.draw = Draw(
+            upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
+        )
+        with self._randomness:
+            problem.check(x, y, upper.peek(), lower.peek())
+            self.state: State = self.method.init(problem, x, y)
+
+    @property
+    def k(self) -> int:
+        """How many steps were taken."""
+        return self.state.k
+
+    @property
+    def x(self) -> Any:
+        """A copy of the upper variable, in the structure of x0."""
+        return self.state.x.detached()
+
+    @property
+    def y(self) -> Any:
+        """A copy of the lower variable that solves the lower level, in the structure of y0."""
+        return self.state.solution.detached()
+
+    def step(self, *, measure: bool = True) -> Info:
+        """One outer step; what it reports.
+
+        Without ``measure`` the losses are not evaluated only to be reported. A non-finite loss or
+        gradient raises :class:`bilevel.errors.NonFiniteError`; nothing non-finite is ever written
+        to the variables.
+        """
+        try:
+            with self._randomness, torch.enable_grad():
+                return self.method.step(self.problem, self.state, self.draw, measure=measure)
+        except NonFiniteError as error:
+            self._forget_gradients()
+            error.state = self.state_dict()
+            raise
+
+    def _forget_gradients(self) -> None:
+        for value in vars(self.state).values():
+            for variable in value if isinstance(value, list) else [value]:
+                if isinstance(variable, Variable):
+                    variable.clear_grads()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the run's future depends on: variables, optimizers, generators, data."""
+        with self._randomness:
+            draw = self.draw.state_dict()
+        return {
+            "method": type(self.method).__name__,
+            "state": self.state.state_dict(),
+            "draw": draw,
+            "randomness": self._randomness.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, bit for bit, in a solver made with the same arguments."""
+        if state.get("method") != type(self.method).__name__:
+            raise StateError(
+                f"the state was saved by {state.get('method')!r}, but this solver runs "
+                f"{type(self.method).__name__!r}"
+            )
+        self.state.load_state_dict(state["state"])
+        with self._randomness:
+            self.draw.load_state_dict(state["draw"])
+        self._randomness.load_state_dict(state["randomness"])

@@ -1,0 +1,494 @@
+"""Minibatches: seeded, resumable, shared or independent between terms, sampled on the device.
+
+A :class:`Stream` hands out the batches of one level. A :class:`Draw` pairs the two levels and
+knows the two questions that an algorithm asks: the samples of an inner step, and the samples
+behind an x direction, which may be many more and then come in parts.
+
+Sharing. With ``shared=True`` all copies of the lower variable are evaluated on the same samples,
+so that the noise of lam * (g(x, y) - g(x, z)) cancels instead of growing with lam^2; with
+``shared=False`` every term has its own, as the paper's Algorithm 1 has it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
+
+DirectionSize: TypeAlias = int | Literal["all"] | None
+
+_BLOCK = 1 << 16  # indices drawn at a time: one call to the generator serves many minibatches
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the terms of one copy are evaluated on.
+
+    A share below 1 marks a part of a larger batch: the term counts with that weight. A share of 0
+    means that the term is absent.
+    """
+
+    upper: Any
+    lower: Any
+    upper_share: float = 1.0
+    lower_share: float = 1.0
+
+
+class Stream(ABC):
+    """The batches of one level."""
+
+    @abstractmethod
+    def next(self) -> Any:
+        """The next batch."""
+
+    @abstractmethod
+    def peek(self) -> Any:
+        """A batch as :meth:`next` could give it, without moving the stream."""
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
+        if size is not None:
+            raise ArgumentError(
+                f"direction_batch_size={size!r} needs data that can be indexed (tensors or a "
+                f"Dataset) or, for 'all', gone through again (a DataLoader or a list of batches)"
+            )
+        yield self.next(), 1.0
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on from here."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where ``state`` was taken."""
+
+
+class NoData(Stream):
+    """A deterministic objective: the batch is None."""
+
+    def next(self) -> None:
+        return None
+
+    def peek(self) -> None:
+        return None
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        yield None, 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Indexed(Stream):
+    """Data with a length and a way to take rows; minibatches are uniform with replacement.
+
+    Sampling with replacement makes each minibatch an independent, unbiased draw, which is what the
+    paper assumes. Indices are drawn where the rows lie, many minibatches at a time.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        take: Callable[[Tensor | slice], Any],
+        batch_size: int | None,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._length = length
+        self._take = take
+        self._batch_size = batch_size
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._block = torch.empty(0, dtype=torch.int64, device=device)
+        self._block_state = self._generator.get_state()
+        self._used = 0
+        self._everything: Any = None
+
+    def next(self) -> Any:
+        if self._batch_size is None:
+            if self._everything is None:
+                self._everything = self._take(slice(0, self._length))
+            return self._everything
+        return self._take(self._indices(self._batch_size))
+
+    def peek(self) -> Any:
+        return self._take(slice(0, self._batch_size or self._length))
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        if size is None:
+            yield self.next(), 1.0
+            return
+        count = self._length if size == "all" else size
+        indices = None if size == "all" else self._indices(count)
+        chunk = count if chunk is None else chunk
+        for start in range(0, count, chunk):
+            stop = min(start + chunk, count)
+            rows = slice(start, stop) if indices is None else indices[start:stop]
+            yield self._take(rows), (stop - start) / count
+
+    def _indices(self, count: int) -> Tensor:
+        if self._used + count > len(self._block):
+            self._block_state = self._generator.get_state()
+            self._refill(max(count, _BLOCK))
+        self._used += count
+        return self._block[self._used - count : self._used]
+
+    def _refill(self, size: int) -> None:
+        device = self._generator.device
+        self._block = torch.randint(self._length, (size,), generator=self._generator, device=device)
+        self._used = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "generator": self._block_state.clone(),
+            "block": len(self._block),
+            "used": self._used,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block_state = state["generator"].clone()
+        self._generator.set_state(self._block_state)
+        self._refill(state["block"])  # the same state gives the same block again
+        self._used = state["used"]
+
+
+class Sampled(Stream):
+    """Batches made by a function of a generator: ``sample(generator) -> batch``."""
+
+    def __init__(
+        self,
+        sample: Callable[[torch.Generator], Any],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._sample = sample
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def next(self) -> Any:
+        return self._sample(self._generator)
+
+    def peek(self) -> Any:
+        state = self._generator.get_state()
+        batch = self._sample(self._generator)
+        self._generator.set_state(state)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+class Iterated(Stream):
+    """A DataLoader or any other iterable of batches, begun again whenever it ends.
+
+    What ends for good (an iterator, a generator) raises
+    :class:`~bilevel.errors.DataExhaustedError`. The position is an epoch's starting state of the
+    random generators and a count of batches, so resuming replays the epoch up to there.
+    """
+
+    def __init__(self, data: Iterable[Any], name: str, device: torch.device | None) -> None:
+        self._data = data
+        self._name = name
+        self._device = device
+        self._iterator: Iterator[Any] | None = None
+        self._once = isinstance(data, Iterator)
+        self._generator = getattr(data, "generator", None)
+        self._epoch_state = self._random_state()
+        self._position = 0
+        self._ahead: list[Any] = []
+
+    def next(self) -> Any:
+        batch = self._ahead.pop() if self._ahead else self._pull()
+        self._position += 1
+        return batch
+
+    def peek(self) -> Any:
+        if not self._ahead:
+            self._ahead.append(self._pull())
+        return self._ahead[0]
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        if size != "all":
+            yield from super().parts(size, chunk)
+            return
+        total = self._samples()
+        for batch in iter(self._data):
+            yield self._moved(batch), _rows(batch) / total
+
+    def _samples(self) -> int:
+        if isinstance(self._data, DataLoader) and self._data.batch_size is not None:
+            if self._data.drop_last:
+                return len(self._data) * self._data.batch_size
+            return len(self._data.dataset)  # type: ignore[arg-type]
+        if isinstance(self._data, Sequence):
+            return sum(map(_rows, self._data))
+        raise ArgumentError(
+            f"direction_batch_size='all' needs to know how many samples {self._name} holds: give "
+            f"tensors, a Dataset, a DataLoader or a list of batches, not {self._data!r}"
+        )
+
+    def _pull(self) -> Any:
+        if self._iterator is None:
+            self._begin()
+        assert self._iterator is not None
+        try:
+            return self._moved(next(self._iterator))
+        except StopIteration:
+            if self._once:
+                raise DataExhaustedError(
+                    f"{self._name} ended after {self._position} batches and cannot be begun again; "
+                    f"give a DataLoader, a list or an endless iterator"
+                ) from None
+        self._begin()
+        try:
+            return self._moved(next(self._iterator))
+        except StopIteration:
+            raise DataExhaustedError(f"{self._name} gave no batch at all") from None
+
+    def _begin(self) -> None:
+        self._epoch_state = self._random_state()
+        self._iterator = iter(self._data)
+        self._position = 0
+
+    def _moved(self, batch: Any) -> Any:
+        return move(batch, self._device)
+
+    def _random_state(self) -> dict[str, Tensor]:
+        state = {"global": torch.get_rng_state()}
+        if self._generator is not None:
+            state["own"] = self._generator.get_state()
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": dict(self._epoch_state), "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        target = state["position"]
+        if self._once:
+            behind = target - self._position
+            if behind < 0:
+                raise StateError(
+                    f"{self._name} is an iterator that is {-behind} batches past the saved "
+                    f"position and cannot go back; give a fresh one"
+                )
+        else:
+            torch.set_rng_state(state["epoch"]["global"])
+            if self._generator is not None:
+                self._generator.set_state(state["epoch"]["own"])
+            self._ahead.clear()
+            self._begin()
+            behind = target
+        for _ in range(behind):
+            self.next()
+
+
+class Draw:
+    """The samples of both levels, as an algorithm asks for them.
+
+    Args:
+        upper: the stream behind f.
+        lower: the stream behind g.
+        direction_batch_size: how many samples are behind an x direction; None: one batch.
+        chunk_size: the largest part in which those are evaluated.
+    """
+
+    def __init__(
+        self,
+        upper: Stream,
+        lower: Stream,
+        direction_batch_size: DirectionSize = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.upper = upper
+        self.lower = lower
+        self.direction_batch_size = direction_batch_size
+        self.chunk_size = chunk_size
+
+    def inner(self, nodes: Sequence[int], shared: bool) -> list[Sample]:
+        """For each node of a stencil its sample for one inner step."""
+        if shared:
+            return [Sample(self.upper.next(), self.lower.next())] * len(nodes)
+        return [Sample(self.upper.next() if node else None, self.lower.next()) for node in nodes]
+
+    def direction(self, nodes: Sequence[int], shared: bool) -> Iterator[list[Sample]]:
+        """The samples behind one x direction: in parts, for each part one sample per node."""
+        if shared:
+            for sample in self._parts(with_upper=True):
+                yield [sample] * len(nodes)
+            return
+        absent = Sample(None, None, 0.0, 0.0)
+        for part in zip_longest(*(self._parts(bool(node)) for node in nodes), fillvalue=absent):
+            yield list(part)
+
+    def _parts(self, with_upper: bool) -> Iterator[Sample]:
+        size, chunk = self.direction_batch_size, self.chunk_size
+        absent = (None, 0.0)
+        uppers = self.upper.parts(size, chunk) if with_upper else iter(())
+        for (upper, upper_share), (lower, lower_share) in zip_longest(
+            uppers, self.lower.parts(size, chunk), fillvalue=absent
+        ):
+            yield Sample(upper, lower, upper_share, lower_share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions of both streams."""
+        return {"upper": self.upper.state_dict(), "lower": self.lower.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from saved positions."""
+        self.upper.load_state_dict(state["upper"])
+        self.lower.load_state_dict(state["lower"])
+
+
+def stream_of(
+    name: str,
+    data: Any,
+    *,
+    batch_size: int | None,
+    direction_batch_size: DirectionSize,
+    seed: int,
+    device: torch.device | None,
+    home: torch.device,
+) -> Stream:
+    """The stream for whatever a user gives as ``upper_data`` or ``lower_data``.
+
+    ``device`` is where batches are moved (None: they stay where they are); ``home`` is where x
+    lies, and so where a function that makes batches is given its generator.
+    """
+    if data is None:
+        return NoData()
+    if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
+        rows = move(data, device)
+        tensors = _tensors(name, rows)
+        length = len(tensors[0])
+        _check_sizes(name, length, batch_size, direction_batch_size)
+        return Indexed(length, lambda i: _index(rows, i), batch_size, seed, tensors[0].device)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return _dataset_stream(name, data, batch_size, direction_batch_size, seed, device)
+    if isinstance(data, IterableDataset):
+        return Iterated(DataLoader(data, batch_size=batch_size), name, device)
+    if batch_size is not None and (isinstance(data, Iterable) or callable(data)):
+        raise ArgumentError(
+            f"batch_size={batch_size!r} is for data that is sampled here, but {name} "
+            f"({type(data).__name__}) makes its own batches; leave batch_size out"
+        )
+    if isinstance(data, Iterable):
+        if isinstance(data, Sequence) and not data:
+            raise ArgumentError(f"{name} is empty: {data!r}")
+        return Iterated(data, name, device)
+    if callable(data):
+        return Sampled(data, seed, home)
+    raise ArgumentTypeError(
+        f"{name} must be a tensor, a tuple or dict of tensors, a Dataset, a DataLoader, an "
+        f"iterable of batches, or a function of a torch.Generator, not {data!r}"
+    )
+
+
+def _dataset_stream(
+    name: str,
+    data: Dataset[Any],
+    batch_size: int | None,
+    direction_batch_size: DirectionSize,
+    seed: int,
+    device: torch.device | None,
+) -> Stream:
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(f"{name} is a Dataset without __len__: {data!r}") from None
+    _check_sizes(name, length, batch_size, direction_batch_size)
+
+    def take(rows: Tensor | slice) -> Any:
+        indices = range(*rows.indices(length)) if isinstance(rows, slice) else rows.tolist()
+        batch = default_collate([data[i] for i in indices])
+        return move(batch, device)
+
+    return Indexed(length, take, batch_size, seed)
+
+
+def _tensors(name: str, data: Any) -> list[Tensor]:
+    """The tensors of a batch of rows, checked to have one first dimension."""
+    if isinstance(data, Tensor):
+        named = {name: data}
+    elif isinstance(data, Mapping):
+        named = {f"{name}[{key!r}]": value for key, value in data.items()}
+    else:
+        named = {f"{name}[{index}]": value for index, value in enumerate(data)}
+    if not named:
+        raise ArgumentError(f"{name} is empty: {data!r}")
+    for path, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(
+                f"{path} must be a tensor, not {type(value).__name__} {value!r}"
+            )
+        if value.ndim == 0:
+            raise ArgumentError(f"{path} is a scalar; its first dimension must count the samples")
+    lengths = {path: len(value) for path, value in named.items()}
+    if len(set(lengths.values())) > 1:
+        raise ArgumentError(
+            "the first dimensions of the data differ: "
+            + ", ".join(f"len({path}) = {length}" for path, length in lengths.items())
+        )
+    return list(named.values())
+
+
+def _check_sizes(
+    name: str, length: int, batch_size: int | None, direction_batch_size: DirectionSize
+) -> None:
+    if length == 0:
+        raise ArgumentError(f"{name} is empty: it holds 0 samples")
+    if batch_size is not None and batch_size > length:
+        raise ArgumentError(f"batch_size={batch_size} is more than the {length} samples of {name}")
+    if isinstance(direction_batch_size, int) and direction_batch_size > length:
+        raise ArgumentError(
+            f"direction_batch_size={direction_batch_size} is more than the {length} samples of "
+            f"{name}; use 'all' for every sample once"
+        )
+
+
+def _index(data: Any, rows: Tensor | slice) -> Any:
+    if isinstance(data, Tensor):
+        return data[rows]
+    if isinstance(data, Mapping):
+        return {key: value[rows] for key, value in data.items()}
+    if hasattr(data, "_fields"):
+        return type(data)(*(value[rows] for value in data))
+    return tuple(value[rows] for value in data)
+
+
+def _rows(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of its first tensor."""
+    if isinstance(batch, Tensor) and batch.ndim:
+        return len(batch)
+    if isinstance(batch, Mapping):
+        return _rows(next(iter(batch.values())))
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
+        return _rows(batch[0])
+    raise ArgumentTypeError(f"cannot tell how many samples a batch holds: {batch!r}")
+
+
+def move(batch: Any, device: torch.device | None) -> Any:
+    """The batch with arrays as tensors and every tensor on ``device`` (None: where it is)."""
+    if isinstance(batch, np.ndarray):
+        batch = torch.from_numpy(batch)
+    if isinstance(batch, Tensor):
+        return batch if device is None else batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(value, device) for value in batch)
+    return batch

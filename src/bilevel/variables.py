@@ -1,0 +1,279 @@
+"""Tensors, trees of tensors and modules, seen as one list of leaves.
+
+A :class:`Variable` is one point of a problem's x or y: the value exactly as the objectives receive
+it, and beside it the flat list of tensors that an algorithm moves. Algorithms see only the leaves;
+objectives see only the value.
+
+Modules. Each copy of a module is a deep copy with **its own buffers**. Parameters that do not
+require a gradient are not copied but shared, because nothing ever writes to them. Buffers that a
+forward pass changes (the running statistics of BatchNorm, say) move with the inner steps of their
+own copy and only with those: evaluations for the x direction or for the history put them back
+(:func:`buffers_kept`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+
+
+class Variable:
+    """One point: the user's structure and the tensors in it that are moved.
+
+    Attributes:
+        name: what messages call it, ``"x"`` or ``"y"``.
+        value: the structure that the objectives receive.
+        leaves: the tensors that an algorithm moves, each once, in the order of the structure.
+        names: for each leaf, how it is reached, such as ``"y['head'].weight"``.
+        buffers: the buffers of the modules in the structure.
+
+    Example:
+        >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
+        >>> y = Variable.copy_of(start, "y")
+        >>> y.names
+        ["y['w']", "y['b']"]
+        >>> y.value["w"] is start["w"]
+        False
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.name = name
+        self.value = value
+        named: dict[int, tuple[str, Tensor]] = {}
+        self.buffers: list[Tensor] = []
+        for path, node in _walk(value, name):
+            if isinstance(node, nn.Module):
+                self.buffers += [b for _, b in node.named_buffers()]
+                for leaf_name, leaf in node.named_parameters():
+                    if leaf.requires_grad:
+                        named.setdefault(id(leaf), (f"{path}.{leaf_name}", leaf))
+            else:
+                named.setdefault(id(node), (path, node))
+        self.names = [path for path, _ in named.values()]
+        self.leaves = [leaf for _, leaf in named.values()]
+        self._check()
+
+    def _check(self) -> None:
+        if not self.leaves:
+            raise ArgumentError(f"{self.name} holds no tensor that could be moved: {self.value!r}")
+        for path, leaf in zip(self.names, self.leaves, strict=True):
+            if not leaf.is_floating_point():
+                raise ArgumentTypeError(
+                    f"{path} has dtype {leaf.dtype}, but only floating point tensors can be moved; "
+                    f"convert it, for example with .float()"
+                )
+            if leaf.device.type == "meta":
+                raise ArgumentError(
+                    f"{path} is on the meta device and has no values; materialise the module first"
+                )
+        devices = {leaf.device for leaf in self.leaves}
+        if len(devices) > 1:
+            places = ", ".join(sorted(map(str, devices)))
+            raise ArgumentError(
+                f"{self.name} lies on several devices ({places}); it must lie on one"
+            )
+
+    @classmethod
+    def copy_of(cls, value: Any, name: str, device: torch.device | None = None) -> Variable:
+        """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched."""
+        cls(
+            value, name
+        )  # a bad structure is named by the user's own paths before anything is copied
+        memo: dict[int, Any] = {}
+        copied = _map(value, lambda node: _copied(node, memo, device))
+        variable = cls(copied, name)
+        variable.requires_grad_(True)
+        return variable
+
+    def clone(self, name: str | None = None) -> Variable:
+        """An independent copy at the same point."""
+        return Variable.copy_of(self.value, self.name if name is None else name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the leaves lie."""
+        return self.leaves[0].device
+
+    def requires_grad_(self, flag: bool) -> None:
+        """Make the leaves constants (False) or not (True) for what is evaluated next."""
+        for leaf in self.leaves:
+            leaf.requires_grad_(flag)
+
+    def grads(self) -> list[Tensor]:
+        """The gradients that backward passes left on the leaves; zeros where there is none."""
+        for leaf in self.leaves:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    def take_grads(self) -> list[Tensor]:
+        """:meth:`grads`, and the leaves are left without."""
+        grads = self.grads()
+        self.clear_grads()
+        return grads
+
+    def clear_grads(self) -> None:
+        """Forget all gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def set_grads(self, grads: Sequence[Tensor]) -> None:
+        """Put ``grads`` on the leaves, as a backward pass would have."""
+        for leaf, grad in zip(self.leaves, grads, strict=True):
+            leaf.grad = grad
+
+    def require_finite_grads(self, step: int) -> None:
+        """Raise :class:`~bilevel.errors.NonFiniteError` unless all gradients are finite."""
+        require_finite(step, [f"the gradient of {name}" for name in self.names], self.grads())
+
+    @torch.no_grad()
+    def assign(self, other: Variable) -> None:
+        """Move to the point of ``other``, in place."""
+        torch._foreach_copy_(self.leaves, other.leaves)
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
+
+    def structured(self, tensors: Sequence[Tensor]) -> Any:
+        """``tensors``, one per leaf, in the structure of the value.
+
+        A module becomes a dictionary from parameter names to tensors.
+        """
+        by_leaf = dict(zip(map(id, self.leaves), tensors, strict=True))
+
+        def replaced(node: Tensor | nn.Module) -> Any:
+            if isinstance(node, nn.Module):
+                return {n: by_leaf[id(p)] for n, p in node.named_parameters() if id(p) in by_leaf}
+            return by_leaf[id(node)]
+
+        return _map(self.value, replaced)
+
+    def detached(self) -> Any:
+        """A copy of the value for the user to keep; its tensors do not require gradients."""
+        kept = self.clone()
+        for _, node in _walk(kept.value, self.name):
+            if isinstance(node, Tensor):
+                node.requires_grad_(False)
+        return kept.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The leaves and buffers, copied."""
+        return {
+            "leaves": [leaf.detach().clone() for leaf in self.leaves],
+            "buffers": [buffer.detach().clone() for buffer in self.buffers],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to a saved point, in place."""
+        for kind, mine in (("leaves", self.leaves), ("buffers", self.buffers)):
+            saved = state[kind]
+            if [t.shape for t in mine] != [t.shape for t in saved]:
+                raise StateError(
+                    f"the saved {kind} of {self.name} have the shapes "
+                    f"{[tuple(t.shape) for t in saved]}, but here they are "
+                    f"{[tuple(t.shape) for t in mine]}"
+                )
+            for here, there in zip(mine, saved, strict=True):
+                here.copy_(there)
+
+
+@contextmanager
+def held(*variables: Variable) -> Iterator[None]:
+    """Inside, the variables are constants: no gradient flows to them and none is computed."""
+    for variable in variables:
+        variable.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for variable in variables:
+            variable.requires_grad_(True)
+
+
+@contextmanager
+def buffers_kept(*variables: Variable) -> Iterator[None]:
+    """Afterwards the buffers of the variables are as they were before."""
+    saved = [(buffer, buffer.clone()) for variable in variables for buffer in variable.buffers]
+    try:
+        yield
+    finally:
+        for buffer, before in saved:
+            buffer.copy_(before)
+
+
+def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
+    """Raise :class:`~bilevel.errors.NonFiniteError` for the first tensor that is not finite.
+
+    One reduction decides for all; only when it is not finite (which a sum of huge finite numbers
+    may also be) are the tensors looked at one by one, to name the quantity.
+    """
+    if len(tensors) == 1:
+        total = tensors[0].detach().sum()
+    else:
+        total = torch.stack(torch._foreach_norm(tensors)).sum()
+    if bool(torch.isfinite(total)):
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(step, name)
+
+
+def norm(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of all entries together, as a 0-dimensional tensor."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return total
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """Every tensor and module of a tree with the path to it."""
+    if isinstance(node, Tensor | nn.Module):
+        yield path, node
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            yield from _walk(child, f"{path}[{key!r}]")
+    elif isinstance(node, list | tuple):
+        for index, child in enumerate(node):
+            yield from _walk(child, f"{path}[{index}]")
+    elif node is not None:
+        raise ArgumentTypeError(
+            f"{path} is {type(node).__name__} {node!r}, but a variable is a tensor, an nn.Module, "
+            f"or a dict, list or tuple of these; use torch.as_tensor for numbers and arrays"
+        )
+
+
+def _map(node: Any, function: Callable[[Tensor | nn.Module], Any]) -> Any:
+    """The tree with every tensor and module replaced by ``function`` of it."""
+    if isinstance(node, Tensor | nn.Module):
+        return function(node)
+    if isinstance(node, dict):
+        return type(node)((key, _map(child, function)) for key, child in node.items())
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(_map(child, function) for child in node))
+    if isinstance(node, list | tuple):
+        return type(node)(_map(child, function) for child in node)
+    return node
+
+
+def _copied(node: Tensor | nn.Module, memo: dict[int, Any], device: torch.device | None) -> Any:
+    if id(node) in memo:  # a tensor or module that occurs twice stays one
+        return memo[id(node)]
+    if isinstance(node, Tensor):
+        fresh: Any = node.detach().to(
+            device=device, copy=True, memory_format=torch.contiguous_format
+        )
+    else:
+        if device is None:
+            memo.update((id(p), p) for p in node.parameters() if not p.requires_grad)
+        fresh = copy.deepcopy(node, memo)
+        for parameter in fresh.parameters():
+            parameter.grad = None
+        if device is not None:
+            fresh.to(device)
+    memo[id(node)] = fresh
+    return fresh
