@@ -405,6 +405,8 @@ def test_capped_multiplier_is_pure_in_k():
     assert scattered == reference
     assert hash(scattered) == hash(reference)
     assert "_latest" not in repr(scattered)
+    with pytest.raises(ArgumentError, match="k must be at least 0, not -1"):
+        scattered(-1)
 
 
 def test_capped_multiplier_costs_one_step_per_step_and_never_much_to_go_back():
@@ -806,6 +808,34 @@ def test_printed_k0_is_not_scale_safe():
     assert check(design(constants, k0=printed, **(options | {"lam0": 0.5})), constants)["4"].holds
 
 
+def test_both_bounds_of_the_lower_step_count():
+    constants = with_kappa(2.0)
+    single_loop = design(constants, T=1)
+    row = check(single_loop, constants)["3"]
+    assert (row.holds, row.rhs) == (True, 1 / (4 * 2.0))  # 1/(4 T mu_g) is 1/4
+    too_long = dataclasses.replace(single_loop, gamma=scaled(single_loop.gamma, 1.001))
+    assert not check(too_long, constants)["3"].holds
+    assert check(design(EASY, T=50), EASY)["3"].rhs == 1 / (4 * 50)  # 1/(4 l_g1) is 1/4
+
+
+def test_curvature_of_the_upper_objective_bounds_alpha():
+    # xi = 1/768 makes l_F1 harmless, and lam0 far below the theorem's leaves only 1/(8 l_f1).
+    steps = design(EASY, T=1, lam0=1e-3)
+    assert steps.k0 == pytest.approx(4 / 1e-3)
+    row = check(steps, EASY)["4"]
+    assert (row.holds, row.rhs) == (True, 1 / 8)
+    assert not check(design(EASY, T=1, lam0=1e-3, k0=3_990.0), EASY)["4"].holds
+
+
+def test_fall_of_gamma_bounds_the_momentum():
+    steps = dataclasses.replace(
+        design(EASY, algorithm="f3sa"), momentum=lambda k: 1.0 if k < 2 else 1e-4
+    )
+    row = check(steps, EASY, c_eta=1e-12)["7a"]
+    assert (row.holds, row.k) == (False, 1)
+    assert row.lhs == pytest.approx(2 * (1 - (129 / 128) ** -0.4))
+
+
 @pytest.mark.parametrize(("kappa", "first"), [(10.0, 1369), (100.0, 1031)])
 def test_printed_momentum_violates_the_theorem(kappa, first):
     constants = with_kappa(kappa)
@@ -865,7 +895,10 @@ def test_limit_is_judged_by_trend_for_unknown_schedules():
     ramp = dataclasses.replace(steps, multiplier=Ramp(2.0, 3.0, steps=10**6))
     row = check(ramp, EASY)["8"]
     assert (row.holds, row.lhs > row.rhs) == (False, True)
-    assert check(dataclasses.replace(steps, multiplier=Constant(2.0)), EASY)["8"].holds
+    fast_decay = Power(steps.gamma.value, steps.k0, -1.5)
+    for multiplier in (Constant(2.0), Power(2.0, steps.k0, 0.0)):
+        still = dataclasses.replace(steps, multiplier=multiplier, gamma=fast_decay)
+        assert check(still, EASY)["8"].holds  # 0 / gamma_k, however fast gamma falls
 
 
 def test_schedules_of_one_number_are_enough():
@@ -897,6 +930,11 @@ def test_anything_with_the_attributes_can_be_checked():
             "gamma",
             lambda k: np.where(np.equal(k, 7), -1.0, 1e-4),
             "gamma(7) must be finite and greater than 0, not -1.0",
+        ),
+        (
+            "gamma",
+            lambda k: np.where(np.equal(k, 7), math.inf, 1e-4),
+            "gamma(7) must be finite and greater than 0, not inf",
         ),
         (
             "alpha",

@@ -17,9 +17,7 @@ Nothing is ever differentiated twice.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -149,8 +147,9 @@ class Phi:
         if self.lower is None:
             assert self.upper is not None, "a sample without any term"
             return self.upper
-        weighted = multiplier * self.lower
-        return weighted if self.upper is None else self.upper + weighted
+        if self.upper is None:
+            return multiplier * self.lower
+        return torch.add(self.upper, self.lower, alpha=multiplier)
 
     def backward(self, multiplier: float, step: int) -> None:
         """Leave every direction on the leaves; a non-finite term stops the run by its name."""
@@ -165,19 +164,20 @@ def evaluate(
     samples: Sequence[Sample],
 ) -> Phi:
     """Phi(x, {y_j}), where the terms of copy j are evaluated on ``samples[j]``."""
-    uppers, lowers, terms = [], [], {}
+    upper = lower = None
+    terms = {}
     for node, weight, y, sample in zip(
         stencil.nodes, stencil.weights, copies, samples, strict=True
     ):
         if node != 0 and sample.upper_share:
-            f = problem.f(x, y, sample.upper)
-            uppers.append((weight * node * sample.upper_share) * f)
-            terms[f"upper({x.name}, {y.name})"] = sample.upper_share * f.detach()
+            f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
+            upper = _added(upper, weight * node, f)
+            terms[f"upper({x.name}, {y.name})"] = f.detach()
         if sample.lower_share:
-            g = problem.g(x, y, sample.lower)
-            lowers.append((weight * sample.lower_share) * g)
-            terms[f"lower({x.name}, {y.name})"] = sample.lower_share * g.detach()
-    return Phi(_sum(uppers), _sum(lowers), terms)
+            g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
+            lower = _added(lower, weight, g)
+            terms[f"lower({x.name}, {y.name})"] = g.detach()
+    return Phi(upper, lower, terms)
 
 
 def backward(value: Tensor, step: int, terms: Mapping[str, Tensor]) -> None:
@@ -189,8 +189,13 @@ def backward(value: Tensor, step: int, terms: Mapping[str, Tensor]) -> None:
         value.backward()  # type: ignore[no-untyped-call]
 
 
-def _sum(values: list[Tensor]) -> Tensor | None:
-    return functools.reduce(operator.add, values) if values else None
+def _added(total: Tensor | None, weight: float, value: Tensor) -> Tensor:
+    """total + weight * value in one operation."""
+    return _scaled(weight, value) if total is None else torch.add(total, value, alpha=weight)
+
+
+def _scaled(factor: float, value: Tensor) -> Tensor:
+    return value if factor == 1 else factor * value
 
 
 def _scalar(name: str, value: Any) -> Tensor:

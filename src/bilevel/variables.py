@@ -14,6 +14,7 @@ own copy and only with those: evaluations for the x direction or for the history
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,7 @@ class Variable:
             else:
                 named.setdefault(id(node), (path, node))
         self.names = [path for path, _ in named.values()]
+        self._gradient_names = [f"the gradient of {path}" for path in self.names]
         self.leaves = [leaf for _, leaf in named.values()]
         self._check()
 
@@ -108,10 +110,12 @@ class Variable:
 
     def grads(self) -> list[Tensor]:
         """The gradients that backward passes left on the leaves; zeros where there is none."""
+        grads = []
         for leaf in self.leaves:
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
-        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            grads.append(leaf.grad)
+        return grads
 
     def take_grads(self) -> list[Tensor]:
         """:meth:`grads`, and the leaves are left without."""
@@ -131,7 +135,7 @@ class Variable:
 
     def require_finite_grads(self, step: int) -> None:
         """Raise :class:`~bilevel.errors.NonFiniteError` unless all gradients are finite."""
-        require_finite(step, [f"the gradient of {name}" for name in self.names], self.grads())
+        require_finite(step, self._gradient_names, self.grads())
 
     @torch.no_grad()
     def assign(self, other: Variable) -> None:
@@ -217,7 +221,7 @@ def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
         total = tensors[0].detach().sum()
     else:
         total = torch.stack(torch._foreach_norm(tensors)).sum()
-    if bool(torch.isfinite(total)):
+    if math.isfinite(total.item()):
         return
     for name, tensor in zip(names, tensors, strict=True):
         if not bool(torch.isfinite(tensor).all()):

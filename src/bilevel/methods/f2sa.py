@@ -141,19 +141,20 @@ class F2SA(PenaltyMethod[F2SAState]):
         k, x, copies = state.k, state.x, state.copies
         nodes, shared = self.stencil.nodes, self.shared
         lam = self.rates.multiplier_at(k, before=state.multiplier)
+        gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
         upper_lr = self.rates.upper_at(k)
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
                 phi = evaluate(problem, self.stencil, x, copies, draw.inner(nodes, shared))
                 phi.backward(lam, k)
-                self._move_copies(state, lam)
+                self._move_copies(state, lam, gamma, beta)
 
         tally = Tally(problem, state, measure)
         if self.single_pass:
             self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
             info = tally.info(lam, x.grads())
-            self._move_copies(state, lam)
+            self._move_copies(state, lam, gamma, beta)
         else:
             with held(*copies), buffers_kept(*copies):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
@@ -178,11 +179,10 @@ class F2SA(PenaltyMethod[F2SAState]):
             tally.add(samples[0], phi.terms)
         state.x.require_finite_grads(state.k)
 
-    def _move_copies(self, state: F2SAState, lam: float) -> None:
+    def _move_copies(self, state: F2SAState, lam: float, gamma: float, beta: float) -> None:
         """Each copy against its own direction: its part of grad Phi, divided by a_j * lam."""
         for copy in state.copies:
             copy.require_finite_grads(state.k)
-        gamma, beta = self.rates.lower_at(state.k), self.rates.penalty_at(state.k)
         for node, weight, update in zip(
             self.stencil.nodes, self.stencil.weights, state.y_updates, strict=True
         ):

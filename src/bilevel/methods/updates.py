@@ -129,7 +129,8 @@ class Update:
                 torch._foreach_mul_(self._variable.grads(), gain)
             self._optimizer.step()
         self._variable.clear_grads()
-        self._project()
+        if self._projections:
+            self._project()
 
     @torch.no_grad()
     def _project(self) -> None:

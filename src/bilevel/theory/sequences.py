@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bilevel.errors import ArgumentError
 from bilevel.schedules import Schedule
 
 _STRIDE = 1024
@@ -47,6 +48,8 @@ class CappedMultiplier:
         return self._at(int(k))
 
     def _at(self, k: int) -> float:
+        if k < 0:
+            raise ArgumentError(f"k must be at least 0, not {k!r}")
         if not self._latest:
             self._anchors[0] = self.target(0)
             self._latest.append((0, self._anchors[0]))
