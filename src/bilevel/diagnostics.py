@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
+from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError, ObjectiveError
 from bilevel.methods import Method, PenaltyMethod, method_of
 from bilevel.problem import Problem, evaluate
 from bilevel.problems.known import KnownProblem
@@ -208,7 +208,7 @@ def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sampl
     f = problem.f(x, y, sample.upper)
     f_x = _gradient(f, x)
     f_y = _flat(_gradient(f, y))
-    slope = _flat(_gradient(problem.g(x, y, sample.lower), y, create_graph=True))
+    slope = _slope(problem.g(x, y, sample.lower), y)
 
     def hessian_product(v: Tensor) -> Tensor:
         return _flat(_gradient(slope, y, weights=v, retain_graph=True))
@@ -230,7 +230,7 @@ def _minimise(problem: Problem, x: Variable, y: Variable, sample: Sample, streng
         scale = None
         for _ in range(100):
             value = objective()
-            slope = _flat(_gradient(value, y, create_graph=True))
+            slope = _slope(value, y)
             size = float(slope.detach().norm())
             scale = max(size, 1.0) if scale is None else scale
             if size <= 100 * eps * scale:
@@ -291,6 +291,17 @@ def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tens
         before, squared = squared, residual @ residual
         direction = residual + (squared / before) * direction
     return solution
+
+
+def _slope(value: Tensor, y: Variable) -> Tensor:
+    """The gradient in y as one vector that can be differentiated again."""
+    slope = _flat(_gradient(value, y, create_graph=True))
+    if not slope.requires_grad:
+        raise ObjectiveError(
+            "lower(x, y, batch) cannot be differentiated twice in y, or is linear in it; the exact "
+            "hypergradient needs second derivatives, the first-order methods do not"
+        )
+    return slope
 
 
 def _gradient(

@@ -28,10 +28,6 @@ class ObjectiveError(BilevelError, ValueError):
     """``upper`` or ``lower`` returned something that is not a scalar function of the variables."""
 
 
-class DataExhaustedError(BilevelError, RuntimeError):
-    """An iterable of batches ended before the run did."""
-
-
 class StateError(BilevelError, ValueError):
     """A saved state does not fit the solver that is asked to load it."""
 
@@ -44,18 +40,39 @@ class MissingExtraError(BilevelError, ImportError):
     """A feature needs a package that the plain installation does not bring."""
 
     def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.extra = extra
         super().__init__(
             f"this needs the package {package!r}, which is not installed; "
             f"pip install 'bilevel[{extra}]' brings it"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.package, self.extra)
 
-class NonFiniteError(BilevelError, ArithmeticError):
+
+class RunError(BilevelError):
+    """A run had to stop in the middle; what it had reached is not lost.
+
+    Attributes:
+        state: the state when it stopped, as :meth:`bilevel.Solver.load_state_dict` takes it.
+        result: the run up to there, when it was started by :func:`bilevel.minimize`.
+    """
+
+    state: dict[str, Any] | None = None
+    result: Result | None = None
+
+
+class DataExhaustedError(RunError, RuntimeError):
+    """An iterable of batches ended before the run did."""
+
+
+class NonFiniteError(RunError, ArithmeticError):
     """A loss or a gradient became infinite or NaN; the run stopped before it was used.
 
     Attributes:
         step: the outer step k in which it happened.
-        quantity: what was not finite, such as ``"lower(x, z)"`` or ``"gradient of y"``.
+        quantity: what was not finite, such as ``"lower(x, z)"`` or ``"the gradient of y"``.
         state: the last finite state, as :meth:`bilevel.Solver.load_state_dict` takes it.
         result: the run up to there, when it was started by :func:`bilevel.minimize`.
     """
@@ -63,13 +80,14 @@ class NonFiniteError(BilevelError, ArithmeticError):
     def __init__(self, step: int, quantity: str) -> None:
         self.step = step
         self.quantity = quantity
-        self.state: dict[str, Any] | None = None
-        self.result: Result | None = None
         super().__init__(
             f"{quantity} is not finite at step {step}; the last finite state is in this "
             f"exception's 'state'. The usual cause is a step size too large for the curvature: try "
             f"a smaller lower_lr or upper_lr, or a smaller multiplier"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.quantity), self.__dict__
 
 
 class BilevelWarning(UserWarning):

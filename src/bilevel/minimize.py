@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from bilevel.checks import check_choice, check_count
-from bilevel.errors import ArgumentTypeError, MissingExtraError, NonFiniteError
+from bilevel.errors import ArgumentTypeError, MissingExtraError, RunError
 from bilevel.methods import Info, Method
 from bilevel.problem import Problem
 from bilevel.solver import Solver
@@ -36,7 +36,7 @@ class Outcome(Enum):
 
     COMPLETED = "all steps were taken"
     STOPPED = "the callback asked to stop"
-    NON_FINITE = "a loss or a gradient was not finite"
+    BROKEN = "an error ended the run"
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def minimize(
             iterate for which the paper's theorems are stated.
 
     Returns:
-        A :class:`Result`. A run that meets a non-finite number raises
-        :class:`bilevel.errors.NonFiniteError`, which carries the result so far.
+        A :class:`Result`. A run that meets a non-finite number, or whose data ends, raises an
+        error that carries the result so far, see :class:`bilevel.errors.RunError`.
 
     Example:
         >>> import torch, bilevel
@@ -150,8 +150,8 @@ def minimize(
             selector.before(recorded)
             try:
                 info = solver.step(measure=recorded)
-            except NonFiniteError as error:
-                outcome = Outcome.NON_FINITE
+            except RunError as error:
+                outcome = Outcome.BROKEN
                 error.result = result()
                 raise
             selector.after(info)
@@ -220,9 +220,6 @@ class _Kept(_Last):
         self._y = solver.state.solution.clone()
         self._k: int | None = None
 
-    def _keep_x(self) -> None:
-        self._x.assign(self.solver.state.x)
-
     def _keep_y(self) -> None:
         self._y.assign(self.solver.state.solution)
 
@@ -237,6 +234,7 @@ class _Random(_Kept):
 
     def __init__(self, solver: Solver, seed: int) -> None:
         super().__init__(solver, seed)
+        self._candidate = solver.state.x.clone()
         self._choice = np.random.default_rng([seed, 1])
         self._chosen = False
 
@@ -244,10 +242,11 @@ class _Random(_Kept):
         k = self.solver.k
         self._chosen = bool(self._choice.integers(k + 1) == 0)
         if self._chosen:
-            self._keep_x()
+            self._candidate.assign(self.solver.state.x)
 
     def after(self, info: Info) -> None:
-        if self._chosen:
+        if self._chosen:  # only now: a step that breaks must not leave half a pair
+            self._x.assign(self._candidate)
             self._keep_y()
             self._k = info.step
 

@@ -18,7 +18,7 @@ Nothing is ever differentiated twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -100,7 +100,7 @@ class Problem:
                     ("upper", self.f(x, y, upper_batch)),
                     ("lower", self.g(x, y, lower_batch)),
                 ):
-                    if not value.requires_grad:
+                    if not _depends(value, y):
                         raise ObjectiveError(
                             f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
                             f"depend on y through differentiable operations; check for detach(), "
@@ -108,7 +108,7 @@ class Problem:
                         )
             with held(y):
                 values = self.f(x, y, upper_batch), self.g(x, y, lower_batch)
-                if not any(value.requires_grad for value in values):
+                if not any(_depends(value, x) for value in values):
                     raise ObjectiveError(
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
@@ -136,11 +136,14 @@ class Phi:
         lower: sum_j a_j * g(x, y_j); None where the sample has no part for g.
         terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, detached
             and weighted by the share of the sample, so that those of several parts add up.
+        leaves: what a backward pass leaves gradients on; nothing else that the objectives use is
+            given one.
     """
 
     upper: Tensor | None
     lower: Tensor | None
     terms: dict[str, Tensor]
+    leaves: list[Tensor]
 
     def at(self, multiplier: float) -> Tensor:
         """The scalar for one multiplier."""
@@ -153,7 +156,15 @@ class Phi:
 
     def backward(self, multiplier: float, step: int) -> None:
         """Leave every direction on the leaves; a non-finite term stops the run by its name."""
-        backward(self.at(multiplier), step, self.terms)
+        self.backward_of(self.at(multiplier), step)
+
+    def backward_of(self, value: Tensor, step: int) -> None:
+        """The same for another scalar made of the terms."""
+        if not math.isfinite(value.item()):
+            require_finite(step, list(self.terms), list(self.terms.values()))
+            raise NonFiniteError(step, "Phi, the sum of " + ", ".join(self.terms) + ",")
+        if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
+            value.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
 
 def evaluate(
@@ -177,20 +188,20 @@ def evaluate(
             g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
             lower = _added(lower, weight, g)
             terms[f"lower({x.name}, {y.name})"] = g.detach()
-    return Phi(upper, lower, terms)
+    leaves = [leaf for v in (x, *copies) for leaf in v.leaves if leaf.requires_grad]
+    return Phi(upper, lower, terms, leaves)
 
 
-def backward(value: Tensor, step: int, terms: Mapping[str, Tensor]) -> None:
-    """``value.backward()`` with a name for what is not finite; nothing where nothing varies."""
-    if not math.isfinite(value.item()):
-        require_finite(step, list(terms), list(terms.values()))
-        raise NonFiniteError(step, "Phi, the sum of " + ", ".join(terms) + ",")
-    if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
-        value.backward()  # type: ignore[no-untyped-call]
+def _depends(value: Tensor, variable: Variable) -> bool:
+    """Whether a gradient reaches any leaf; others that the objective uses may require one too."""
+    if not value.requires_grad:
+        return False
+    grads = torch.autograd.grad(value, variable.leaves, allow_unused=True)
+    return any(grad is not None for grad in grads)
 
 
 def _added(total: Tensor | None, weight: float, value: Tensor) -> Tensor:
-    """total + weight * value in one operation."""
+    """Total + weight * value in one operation."""
     return _scaled(weight, value) if total is None else torch.add(total, value, alpha=weight)
 
 

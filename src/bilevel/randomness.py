@@ -19,7 +19,11 @@ class PrivateRandomness:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
         with self._global_kept():
-            torch.manual_seed(seed)
+            # not torch.manual_seed, which seeds every GPU of the machine
+            torch.default_generator.manual_seed(seed)
+            if self._cuda is not None:
+                with torch.cuda.device(self._cuda):
+                    torch.cuda.manual_seed(seed)
             self._state = self._read()
         self._outside: dict[str, Tensor] | None = None
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from bilevel.errors import ArgumentError, ArgumentTypeError
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -70,7 +72,8 @@ class Ramp:
 
 def as_schedule(name: str, rate: Rate) -> Schedule:
     """``rate`` as a function of k; a number is checked at once, see :func:`positive_at`."""
-    if isinstance(rate, bool) or not (isinstance(rate, int | float) or callable(rate)):
+    number = isinstance(rate, int | float | np.number) and not isinstance(rate, bool)
+    if not (number or callable(rate)):
         raise ArgumentTypeError(
             f"{name} must be a positive number or a function of the step k, not {rate!r}"
         )

@@ -53,7 +53,8 @@ class Ball:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm(tensor)
-        return tensor * (self.radius / length.clamp_min(self.radius))
+        # a point inside is left as it is, to the last bit
+        return tensor * torch.where(length > self.radius, self.radius / length, 1.0)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Simplex:
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:
             raise ArgumentError("Simplex needs a tensor of at least one dimension, not a scalar")
+        # relative to the largest entry, so that total is not lost beside large numbers
+        tensor = tensor - tensor.amax(-1, keepdim=True)
         ordered = tensor.sort(dim=-1, descending=True).values
         excess = ordered.cumsum(-1) - self.total
         count = torch.arange(1, tensor.shape[-1] + 1, device=tensor.device, dtype=tensor.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bilevel.checks import check_count
-from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.errors import ArgumentError, ArgumentTypeError, RunError, StateError
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
@@ -70,9 +70,17 @@ class Solver:
             check_count("chunk_size", chunk_size)
         if direction_batch_size is not None and direction_batch_size != "all":
             check_count("direction_batch_size (unless it is 'all')", direction_batch_size)
-        if direction_batch_size is not None and upper_data is None and lower_data is None:
+        for name, size in (
+            ("batch_size", batch_size),
+            ("direction_batch_size", direction_batch_size),
+            ("chunk_size", chunk_size),
+        ):
+            if size is not None and upper_data is None and lower_data is None:
+                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
+        if chunk_size is not None and direction_batch_size is None:
             raise ArgumentError(
-                f"direction_batch_size={direction_batch_size!r} needs upper_data or lower_data"
+                f"chunk_size={chunk_size!r} is for the parts of a larger batch behind the x "
+                f"direction; give direction_batch_size too"
             )
         check_count("seed", seed, least=0)
         self.problem = problem
@@ -84,6 +92,9 @@ class Solver:
             raise ArgumentError(
                 f"x0 is on {x.device} and y0 on {y.device}; move one, or give device="
             )
+        for variable, name in ((x, "x0"), (y, "y0")):
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in variable.leaves):
+                raise ArgumentError(f"{name} is not finite: {variable.value!r}")
         seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
         self._randomness = PrivateRandomness(seeds[2] >> 1, x.device)
         upper, lower = (
@@ -101,6 +112,16 @@ class Solver:
                 ("lower_data", lower_data, seeds[1]),
             )
         )
+        if batch_size is not None and not (upper.sampled_here or lower.sampled_here):
+            own = [
+                f"{name} ({type(data).__name__})"
+                for name, data in (("upper_data", upper_data), ("lower_data", lower_data))
+                if data is not None
+            ]
+            raise ArgumentError(
+                f"batch_size={batch_size!r} is for data that is sampled here, but "
+                f"{' and '.join(own)} has its own batches; leave batch_size out"
+            )
         self.draw = Draw(
             upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
         )
@@ -127,15 +148,15 @@ class Solver:
         """One outer step; what it reports.
 
         Without ``measure`` the losses are not evaluated only to be reported. A non-finite loss or
-        gradient raises :class:`bilevel.errors.NonFiniteError`; nothing non-finite is ever written
-        to the variables.
+        gradient raises :class:`bilevel.errors.NonFiniteError` before it is applied to anything.
         """
         try:
             with self._randomness, torch.enable_grad():
                 return self.method.step(self.problem, self.state, self.draw, measure=measure)
-        except NonFiniteError as error:
+        except BaseException as error:  # an interrupt too: the next step must start clean
             self._forget_gradients()
-            error.state = self.state_dict()
+            if isinstance(error, RunError):
+                error.state = self.state_dict()
             raise
 
     def _forget_gradients(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
@@ -44,7 +45,13 @@ class Sample:
 
 
 class Stream(ABC):
-    """The batches of one level."""
+    """The batches of one level.
+
+    Attributes:
+        sampled_here: whether the size of a batch is decided here and not by the data.
+    """
+
+    sampled_here = False
 
     @abstractmethod
     def next(self) -> Any:
@@ -97,6 +104,8 @@ class Indexed(Stream):
     Sampling with replacement makes each minibatch an independent, unbiased draw, which is what the
     paper assumes. Indices are drawn where the rows lie, many minibatches at a time.
     """
+
+    sampled_here = True
 
     def __init__(
         self,
@@ -205,7 +214,7 @@ class Iterated(Stream):
         self._device = device
         self._iterator: Iterator[Any] | None = None
         self._once = isinstance(data, Iterator)
-        self._generator = getattr(data, "generator", None)
+        self._generators = _generators_of(data)
         self._epoch_state = self._random_state()
         self._position = 0
         self._ahead: list[Any] = []
@@ -230,10 +239,11 @@ class Iterated(Stream):
 
     def _samples(self) -> int:
         if isinstance(self._data, DataLoader) and self._data.batch_size is not None:
-            if self._data.drop_last:
-                return len(self._data) * self._data.batch_size
-            return len(self._data.dataset)  # type: ignore[arg-type]
-        if isinstance(self._data, Sequence):
+            with suppress(TypeError):  # an IterableDataset without a length
+                if self._data.drop_last:
+                    return len(self._data) * self._data.batch_size
+                return len(self._data.sampler)  # type: ignore[arg-type]
+        elif isinstance(self._data, Sequence):
             return sum(map(_rows, self._data))
         raise ArgumentError(
             f"direction_batch_size='all' needs to know how many samples {self._name} holds: give "
@@ -266,14 +276,19 @@ class Iterated(Stream):
     def _moved(self, batch: Any) -> Any:
         return move(batch, self._device)
 
-    def _random_state(self) -> dict[str, Tensor]:
-        state = {"global": torch.get_rng_state()}
-        if self._generator is not None:
-            state["own"] = self._generator.get_state()
-        return state
+    def _random_state(self) -> dict[str, Any]:
+        return {"global": torch.get_rng_state(), "own": [g.get_state() for g in self._generators]}
+
+    def _set_own(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": dict(self._epoch_state), "position": self._position}
+        return {
+            "epoch": dict(self._epoch_state),
+            "own": self._random_state()["own"],
+            "position": self._position,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         target = state["position"]
@@ -286,13 +301,15 @@ class Iterated(Stream):
                 )
         else:
             torch.set_rng_state(state["epoch"]["global"])
-            if self._generator is not None:
-                self._generator.set_state(state["epoch"]["own"])
+            self._set_own(state["epoch"]["own"])
             self._ahead.clear()
             self._begin()
+            self.peek()  # an epoch draws its order with its first batch
             behind = target
         for _ in range(behind):
             self.next()
+        if not self._once:
+            self._set_own(state["own"])  # others may have drawn from them since
 
 
 class Draw:
@@ -378,12 +395,9 @@ def stream_of(
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _dataset_stream(name, data, batch_size, direction_batch_size, seed, device)
     if isinstance(data, IterableDataset):
-        return Iterated(DataLoader(data, batch_size=batch_size), name, device)
-    if batch_size is not None and (isinstance(data, Iterable) or callable(data)):
-        raise ArgumentError(
-            f"batch_size={batch_size!r} is for data that is sampled here, but {name} "
-            f"({type(data).__name__}) makes its own batches; leave batch_size out"
-        )
+        stream = Iterated(DataLoader(data, batch_size=batch_size), name, device)
+        stream.sampled_here = True
+        return stream
     if isinstance(data, Iterable):
         if isinstance(data, Sequence) and not data:
             raise ArgumentError(f"{name} is empty: {data!r}")
@@ -451,7 +465,7 @@ def _check_sizes(
         raise ArgumentError(f"{name} is empty: it holds 0 samples")
     if batch_size is not None and batch_size > length:
         raise ArgumentError(f"batch_size={batch_size} is more than the {length} samples of {name}")
-    if isinstance(direction_batch_size, int) and direction_batch_size > length:
+    if isinstance(direction_batch_size, int | np.integer) and direction_batch_size > length:
         raise ArgumentError(
             f"direction_batch_size={direction_batch_size} is more than the {length} samples of "
             f"{name}; use 'all' for every sample once"
@@ -466,6 +480,14 @@ def _index(data: Any, rows: Tensor | slice) -> Any:
     if hasattr(data, "_fields"):
         return type(data)(*(value[rows] for value in data))
     return tuple(value[rows] for value in data)
+
+
+def _generators_of(data: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers own."""
+    owners = [data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)]
+    owners.append(getattr(owners[-1], "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
 
 
 def _rows(batch: Any) -> int:

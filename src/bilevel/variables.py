@@ -33,7 +33,6 @@ class Variable:
         value: the structure that the objectives receive.
         leaves: the tensors that an algorithm moves, each once, in the order of the structure.
         names: for each leaf, how it is reached, such as ``"y['head'].weight"``.
-        buffers: the buffers of the modules in the structure.
 
     Example:
         >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
@@ -48,10 +47,10 @@ class Variable:
         self.name = name
         self.value = value
         named: dict[int, tuple[str, Tensor]] = {}
-        self.buffers: list[Tensor] = []
+        self._modules: list[nn.Module] = []
         for path, node in _walk(value, name):
             if isinstance(node, nn.Module):
-                self.buffers += [b for _, b in node.named_buffers()]
+                self._modules.append(node)
                 for leaf_name, leaf in node.named_parameters():
                     if leaf.requires_grad:
                         named.setdefault(id(leaf), (f"{path}.{leaf_name}", leaf))
@@ -85,18 +84,27 @@ class Variable:
     @classmethod
     def copy_of(cls, value: Any, name: str, device: torch.device | None = None) -> Variable:
         """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched."""
-        cls(
-            value, name
-        )  # a bad structure is named by the user's own paths before anything is copied
+        # a bad structure is named by the user's own paths before anything is copied
+        moved = {id(leaf) for leaf in cls(value, name).leaves}
         memo: dict[int, Any] = {}
-        copied = _map(value, lambda node: _copied(node, memo, device))
-        variable = cls(copied, name)
-        variable.requires_grad_(True)
-        return variable
+        nodes = [node for _, node in _walk(value, name)]
+        # modules first: a parameter that also stands beside its module stays a parameter of it
+        for node in sorted(nodes, key=lambda node: isinstance(node, Tensor)):
+            _copy(node, memo, device, moved)
+        copied = _map(value, lambda node: memo[id(node)])
+        cls(copied, name).requires_grad_(True)
+        return cls(
+            copied, name
+        )  # again: the order of the leaves depends on what requires gradients
 
     def clone(self, name: str | None = None) -> Variable:
         """An independent copy at the same point."""
         return Variable.copy_of(self.value, self.name if name is None else name)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers of the modules in the structure, as they are now."""
+        return [buffer for module in self._modules for buffer in module.buffers()]
 
     @property
     def device(self) -> torch.device:
@@ -203,12 +211,20 @@ def held(*variables: Variable) -> Iterator[None]:
 @contextmanager
 def buffers_kept(*variables: Variable) -> Iterator[None]:
     """Afterwards the buffers of the variables are as they were before."""
-    saved = [(buffer, buffer.clone()) for variable in variables for buffer in variable.buffers]
+    saved = [
+        (owner, name, buffer, buffer.clone())
+        for variable in variables
+        for module in variable._modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
-        for buffer, before in saved:
+        for owner, name, buffer, before in saved:
             buffer.copy_(before)
+            owner._buffers[name] = buffer  # a forward pass may have put another in its place
 
 
 def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
@@ -256,7 +272,9 @@ def _map(node: Any, function: Callable[[Tensor | nn.Module], Any]) -> Any:
     if isinstance(node, Tensor | nn.Module):
         return function(node)
     if isinstance(node, dict):
-        return type(node)((key, _map(child, function)) for key, child in node.items())
+        mapped = copy.copy(node)  # keeps what a subclass adds, such as a default factory
+        mapped.update((key, _map(child, function)) for key, child in node.items())
+        return mapped
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*(_map(child, function) for child in node))
     if isinstance(node, list | tuple):
@@ -264,20 +282,21 @@ def _map(node: Any, function: Callable[[Tensor | nn.Module], Any]) -> Any:
     return node
 
 
-def _copied(node: Tensor | nn.Module, memo: dict[int, Any], device: torch.device | None) -> Any:
+def _copy(
+    node: Tensor | nn.Module, memo: dict[int, Any], device: torch.device | None, moved: set[int]
+) -> None:
+    """Put a copy of ``node`` into ``memo``; ``moved`` are the ids of what may not be shared."""
     if id(node) in memo:  # a tensor or module that occurs twice stays one
-        return memo[id(node)]
+        return
     if isinstance(node, Tensor):
         fresh: Any = node.detach().to(
             device=device, copy=True, memory_format=torch.contiguous_format
         )
     else:
         if device is None:
-            memo.update((id(p), p) for p in node.parameters() if not p.requires_grad)
-        fresh = copy.deepcopy(node, memo)
-        for parameter in fresh.parameters():
-            parameter.grad = None
+            frozen = (p for p in node.parameters() if not p.requires_grad)
+            memo.update((id(p), p) for p in frozen if id(p) not in moved)
+        fresh = copy.deepcopy(node, memo)  # which leaves gradients behind
         if device is not None:
             fresh.to(device)
     memo[id(node)] = fresh
-    return fresh

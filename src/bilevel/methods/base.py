@@ -21,7 +21,7 @@ from torch import Tensor
 from bilevel.errors import StateError
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, norm
+from bilevel.variables import Variable, buffers_kept, norm, require_finite
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,11 @@ class Tally:
             return
         if sample.upper_share:
             x, z = self._state.x, self._state.solution
-            with torch.no_grad(), buffers_kept(z):
+            cuda = [x.device] if x.device.type == "cuda" else []
+            # what is only reported must not move the run: not its buffers, not its randomness
+            with torch.no_grad(), buffers_kept(x, z), torch.random.fork_rng(cuda):
                 f = self._problem.f(x, z, sample.upper)
+            require_finite(self._state.k, ["upper(x, z)"], [f])
             terms = {**terms, "upper": sample.upper_share * f}
         for name, value in terms.items():
             self._totals[name] = self._totals[name] + value if name in self._totals else value

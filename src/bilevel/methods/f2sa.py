@@ -156,7 +156,7 @@ class F2SA(PenaltyMethod[F2SAState]):
             info = tally.info(lam, x.grads())
             self._move_copies(state, lam, gamma, beta)
         else:
-            with held(*copies), buffers_kept(*copies):
+            with held(*copies), buffers_kept(x, *copies):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
             info = tally.info(lam, x.grads())
         state.x_update.apply(upper_lr)

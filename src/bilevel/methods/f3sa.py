@@ -16,7 +16,7 @@ from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.updates import Update
-from bilevel.problem import FORWARD, Phi, Problem, Stencil, backward, evaluate
+from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
 from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -167,7 +167,7 @@ class F3SA(PenaltyMethod[F3SAState]):
         fresh = self._lower_gradients(problem, k, lam, x, y, z, samples)
         stale = None
         if eta < 1:
-            with buffers_kept(y_before, z_before):
+            with buffers_kept(x_before, y_before, z_before):
                 stale = self._lower_gradients(
                     problem, k, lam_before, x_before, y_before, z_before, samples
                 )
@@ -183,7 +183,8 @@ class F3SA(PenaltyMethod[F3SAState]):
         tally = Tally(problem, state, measure)
         fresh = _zeros(x, len(state.x_estimates))
         stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
-        with held(y, z, y_before, z_before), buffers_kept(y, z, y_before, z_before):
+        variables = (x, y, z, *state.before)
+        with held(y, z, y_before, z_before), buffers_kept(*variables):
             for part in draw.direction(self.stencil.nodes, shared=True):
                 phi = evaluate(problem, self.stencil, x, [y, z], part)
                 self._add_x_gradients(fresh, phi, k, lam, x)
@@ -235,7 +236,7 @@ class F3SA(PenaltyMethod[F3SAState]):
             gradients = []
             for term in self._terms(phi, lam):
                 assert term is not None, "an inner sample has all terms"
-                backward(term, k, phi.terms)
+                phi.backward_of(term, k)
                 y.require_finite_grads(k)
                 gradients.append(y.take_grads())
             z.require_finite_grads(k)
@@ -250,7 +251,7 @@ class F3SA(PenaltyMethod[F3SAState]):
         """Add to ``totals`` the gradient in x of each term."""
         for total, term in zip(totals, self._terms(phi, lam), strict=True):
             if term is not None:
-                backward(term, k, phi.terms)
+                phi.backward_of(term, k)
                 x.require_finite_grads(k)
                 torch._foreach_add_(total, x.take_grads())
 

@@ -141,6 +141,11 @@ class Update:
                     f"the set of {self._variable.name} must project a tensor of shape "
                     f"{tuple(leaf.shape)} to one of the same shape, not to {inside!r}"
                 )
+            if not bool(torch.isfinite(inside).all()):
+                raise ArgumentError(
+                    f"the set of {self._variable.name} projected a finite tensor to one that is "
+                    f"not finite"
+                )
             leaf.copy_(inside)
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class LeastSquares(KnownProblem):
             if not number >= least:
                 raise ArgumentError(f"{name} must be at least {least}, not {number!r}")
         super().__init__(self._upper, self._lower)
+        if B is not None:
+            dim_y, dim_x = B.shape
+        elif A is not None:
+            dim_y = len(A)
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -167,7 +171,7 @@ class Quadratic(LeastSquares):
         sigma_f, sigma_g: the size of the gradient noise in f and in g.
         seed: of the random A, B, t and x0.
         runs: the shape in front of x0 and y0, for many runs side by side.
-        A, B, t: given instead of random ones.
+        A, B, t: given instead of random ones; they decide the dimensions.
 
     Example:
         >>> problem = Quadratic(dim_x=3, dim_y=4, seed=1)

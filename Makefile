@@ -1,0 +1,35 @@
+# Two commands do everything on a machine that has Python 3.11: make demo, make test.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types tests rates clean
+
+demo: $(INSTALLED)
+	$(BIN)/bilevel demo
+
+test: lint types tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+tests: $(INSTALLED)
+	$(BIN)/pytest -n 2
+
+# The figure and the table of the rates in README.md.
+rates: $(INSTALLED)
+	$(BIN)/bilevel reproduce rates --plot docs/rates.png --json docs/rates.json
+
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,137 @@
+"""The command ``bilevel``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bilevel import __version__
+from bilevel.errors import BilevelError
+
+app = typer.Typer(
+    name="bilevel",
+    help="Bilevel optimization with gradients alone.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+reproduce_app = typer.Typer(help="Reproduce the paper's experiments.", no_args_is_help=True)
+app.add_typer(reproduce_app, name="reproduce")
+console = Console()
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"bilevel {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Outer steps.")] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
+    from bilevel.experiments import digits
+
+    console.print(
+        "4,000 digits, 30% of their labels wrong; 500 trusted, 500 to test.\n"
+        "Learning one weight per digit, so that a model trained with them does well on the "
+        "trusted ones ..."
+    )
+    outcome = _checked(digits.clean, seed=seed, steps=steps, progress=console.is_terminal)
+    right = outcome.samples - outcome.wrong
+    suspected = outcome.found + outcome.false_alarms
+    console.print(
+        f"Suspected {suspected} labels: {outcome.found} of the {outcome.wrong} wrong ones, and "
+        f"{outcome.false_alarms} of the {right} right ones.\n"
+        f"A wrong label has a lower weight than a right one in {outcome.auc:.1%} of pairs (AUC).\n"
+        f"Test accuracy of the model that learned the noise: {outcome.accuracy_noisy:.1%}; "
+        f"with the learned weights: {outcome.accuracy_cleaned:.1%}.\n"
+        f"Learning took {outcome.seconds:.1f} s.",
+        highlight=False,
+    )
+    _write_json(json_file, outcome.to_json())
+
+
+@reproduce_app.command()
+def rates(
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(min=100, help="Outer steps per run.")] = 6000,
+    runs: Annotated[int, typer.Option(min=1, help="Runs that are averaged.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 2,
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("rates.png"),
+    json_file: JsonFile = None,
+) -> None:
+    """Measure the six rates of convergence of F2SA and F3SA on a quadratic."""
+    from bilevel.experiments import rates as experiment
+
+    with Progress(console=console) as progress:
+        task = progress.add_task("running", total=experiment.CURVES)
+
+        def report(algorithm: str, regime: str, instance: str, curve: experiment.Curve) -> None:
+            progress.console.print(f"{algorithm} {regime} ({instance}): slope {curve.slope:.3f}")
+            progress.advance(task)
+
+        reproduction = _checked(
+            experiment.reproduce,
+            steps=steps,
+            runs=runs,
+            seed=seed,
+            workers=workers,
+            on_curve=report,
+        )
+    experiment.plot(reproduction, plot)
+    console.print(_rates_table(reproduction.rates))
+    console.print(f"plot: {plot}")
+    _write_json(json_file, reproduction.to_json())
+
+
+def _rates_table(rates: list[Any]) -> Table:
+    table = Table(title="slope of E ||grad F(x_k)||^2 against k, in logarithms")
+    for heading in ("algorithm", "regime"):
+        table.add_column(heading)
+    for heading in ("a", "c", "theory", "measured,\nnoise", "measured,\nbias"):
+        table.add_column(heading, justify="right")
+    for rate in rates:
+        table.add_row(
+            rate.algorithm,
+            rate.regime,
+            *(f"{v:.3f}" for v in (rate.a, rate.c, rate.theory, rate.slope, rate.bias_slope)),
+        )
+    return table
+
+
+def _checked(function: Any, **arguments: Any) -> Any:
+    """Call ``function``; an error of the library ends the command with its message alone."""
+    try:
+        return function(**arguments)
+    except BilevelError as error:
+        console.print(f"[red]error:[/red] {error}")
+        raise typer.Exit(1) from error
+
+
+def _write_json(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+        console.print(f"figures: {path}")

@@ -1,0 +1,268 @@
+"""The paper's six rates of convergence, measured exactly on a quadratic.
+
+E ||grad F(x_k)||^2 is known in closed form on :class:`bilevel.problems.Quadratic`; the expectation
+is a mean over many runs that are stepped side by side as one batch. Exponents are the theorem's.
+Its constants are not: with them the power laws would set in after more steps than anyone can take,
+so the offset k_0 of the clock, lam_0 and the first step of x are set by hand (:data:`SETTINGS`).
+
+Each rate is measured twice. With noise and from afar, where theory is an upper bound; and from the
+solution with next to no noise, where what is left is the bias of the multiplier,
+||grad F||^2 ~ lam_k^-2, and the bound is attained.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bilevel import theory
+from bilevel.methods import F2SA, F3SA, PenaltyMethod
+from bilevel.problems import Quadratic
+from bilevel.solver import Solver
+
+Array = npt.NDArray[np.float64]
+
+REGIMES = ("stochastic", "upper-noise", "deterministic")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What a rate is measured on: the size of the gradient noise, and where to start."""
+
+    sigma: float
+    from_solution: bool
+
+
+INSTANCES = {
+    "noise": Instance(sigma=0.1, from_solution=False),
+    "bias": Instance(sigma=1e-3, from_solution=True),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The constants that are not the theorem's.
+
+    Attributes:
+        k0: the offset of the schedules' clock, which fixes the first steps of y and z.
+        lam0: the first multiplier.
+        x_step: the first step of x.
+    """
+
+    k0: float
+    lam0: float
+    x_step: float
+
+
+METHODS: dict[str, type[PenaltyMethod[Any]]] = {"f2sa": F2SA, "f3sa": F3SA}
+SETTINGS = {
+    "f2sa": Settings(k0=2.0, lam0=10.0, x_step=2.0),
+    "f3sa": Settings(k0=15.0, lam0=10.0, x_step=1.0),
+}
+
+
+CURVES = len(METHODS) * len(REGIMES) * len(INSTANCES)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """E ||grad F(x_k)||^2 at some steps k.
+
+    Attributes:
+        step: k.
+        value: the mean over runs.
+        slope: of log value against log(k + k_0), the clock of the schedules, over the last decade.
+    """
+
+    step: Array
+    value: Array
+    slope: float
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One of the six rates.
+
+    Attributes:
+        algorithm: "f2sa" or "f3sa".
+        regime: which gradients are noisy.
+        a, c: the exponents of alpha_k and gamma_k.
+        theory: the slope that the paper proves, up to a logarithm.
+        slope: measured with noise.
+        bias_slope: measured where the bias dominates.
+        steps: how many outer steps were taken.
+        runs: how many runs were averaged.
+    """
+
+    algorithm: str
+    regime: str
+    a: float
+    c: float
+    theory: float
+    slope: float
+    bias_slope: float
+    steps: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """All rates, and the curves that they were fitted to, by (algorithm, regime, instance)."""
+
+    rates: list[Rate]
+    curves: dict[tuple[str, str, str], Curve]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The rates as plain objects."""
+        return [asdict(rate) for rate in self.rates]
+
+
+def measure(
+    algorithm: str, regime: str, instance: Instance, *, steps: int, runs: int, seed: int
+) -> Curve:
+    """Run one algorithm in one regime on one instance.
+
+    Only the gradients that the regime calls noisy have noise: f and g, f alone, or neither.
+    """
+    torch.set_num_threads(1)  # tiny tensors, and several processes side by side
+    identity = torch.eye(2, dtype=torch.float64)
+    problem = Quadratic(
+        A=identity,
+        B=0.5 * identity,
+        sigma_f=0.0 if regime == "deterministic" else instance.sigma,
+        sigma_g=instance.sigma if regime == "stochastic" else 0.0,
+        runs=(runs,),
+        seed=seed,
+    )
+    x0, y0 = problem.x0, problem.y0
+    if instance.from_solution:
+        x0 = problem.solution.expand_as(x0)
+        y0 = problem.lower_solution(x0)
+    solver = Solver(
+        problem,
+        method_for(problem.constants, algorithm, regime),
+        x0,
+        y0,
+        upper_data=problem.upper_noise,
+        lower_data=problem.lower_noise,
+        seed=seed,
+    )
+    recorded = np.unique(np.geomspace(1, steps, 80).astype(int)) - 1
+    values: list[float] = []
+    for k in range(steps):
+        if k == recorded[len(values)]:
+            gradient = problem.gradient(solver.x)
+            values.append(float((gradient**2).sum(-1).mean()))
+        solver.step(measure=False)
+    clock = np.log(recorded + SETTINGS[algorithm].k0)
+    last_decade = recorded >= steps // 10
+    slope, _ = np.polyfit(clock[last_decade], np.log(values)[last_decade], 1)
+    return Curve(recorded.astype(float), np.array(values), float(slope))
+
+
+def method_for(constants: theory.Constants, algorithm: str, regime: str) -> PenaltyMethod[Any]:
+    """The method with the theorem's exponents and the constants of :data:`SETTINGS`."""
+    chosen = SETTINGS[algorithm]
+    exponents = theory.REGIMES[algorithm][regime]
+    choices: dict[str, Any] = {"regime": regime, "k0": chosen.k0, "lam0": chosen.lam0}
+    if algorithm == "f2sa":
+        # the fewest inner steps for which the growth of the multiplier is not capped
+        choices["T"] = int(np.ceil(32 * (exponents.a - exponents.c)))
+    first = theory.design(constants, algorithm=algorithm, xi=1.0, **choices)
+    xi = chosen.x_step / first.alpha(0)
+    return METHODS[algorithm].from_theory(constants, xi=xi, **choices)
+
+
+def reproduce(
+    *,
+    steps: int = 6000,
+    runs: int = 64,
+    seed: int = 0,
+    workers: int = 2,
+    on_curve: Callable[[str, str, str, Curve], None] | None = None,
+) -> Reproduction:
+    """Measure all six rates; ``on_curve`` is told of each curve as it is done."""
+    wanted = [
+        (algorithm, regime, instance)
+        for algorithm in METHODS
+        for regime in REGIMES
+        for instance in INSTANCES
+    ]
+    curves: dict[tuple[str, str, str], Curve] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        jobs: dict[tuple[str, str, str], Future[Curve]] = {
+            key: pool.submit(
+                measure, key[0], key[1], INSTANCES[key[2]], steps=steps, runs=runs, seed=seed
+            )
+            for key in wanted
+        }
+        for key, job in jobs.items():
+            curves[key] = job.result()
+            if on_curve is not None:
+                on_curve(*key, curves[key])
+    rates = []
+    for algorithm in METHODS:
+        for regime in REGIMES:
+            row = theory.REGIMES[algorithm][regime]
+            assert row.slope is not None, "these regimes have a rate"
+            rates.append(
+                Rate(
+                    algorithm=algorithm,
+                    regime=regime,
+                    a=row.a,
+                    c=row.c,
+                    theory=row.slope,
+                    slope=curves[algorithm, regime, "noise"].slope,
+                    bias_slope=curves[algorithm, regime, "bias"].slope,
+                    steps=steps,
+                    runs=runs,
+                )
+            )
+    return Reproduction(rates, curves)
+
+
+def plot(reproduction: Reproduction, path: Path) -> None:
+    """Write the curves as a PNG, one panel per algorithm and instance, theory as dashed lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    titles = {"noise": "with gradient noise", "bias": "where the bias dominates"}
+    figure, panels = plt.subplots(2, 2, figsize=(10, 7.5), sharex=True, constrained_layout=True)
+    for row, algorithm in zip(panels, METHODS, strict=True):
+        for axis, (instance, title) in zip(row, titles.items(), strict=True):
+            for colour, regime in enumerate(REGIMES):
+                rate = next(
+                    r for r in reproduction.rates if (r.algorithm, r.regime) == (algorithm, regime)
+                )
+                curve = reproduction.curves[algorithm, regime, instance]
+                _draw(axis, curve, rate, SETTINGS[algorithm].k0, f"C{colour}")
+            axis.set_title(f"{algorithm.upper()}, {title}")
+            axis.set_ylabel(r"$E\,\|\nabla F(x_k)\|^2$")
+            axis.legend(fontsize="small", title="measured (theory)")
+            axis.grid(visible=True, which="major", alpha=0.3)
+    for axis in panels[1]:
+        axis.set_xlabel("outer step k")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw(axis: Any, curve: Curve, rate: Rate, k0: float, colour: str) -> None:
+    shown = curve.step >= 9  # one instance starts at the solution, where the logarithm is -inf
+    k = curve.step + 1
+    label = f"{rate.regime}: {curve.slope:.2f} ({rate.theory:.2f})"
+    axis.loglog(k[shown], curve.value[shown], color=colour, label=label)
+    last = k >= k[-1] / 10
+    clock = (curve.step[last] + k0) / (curve.step[-1] + k0)
+    axis.loglog(k[last], 0.6 * curve.value[-1] * clock**rate.theory, "--", color=colour)

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bilevel
+from bilevel.errors import ArgumentError
+from bilevel.methods.reference import ReferenceF2SA
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.schedules import Constant, Power
+from tests.methods import recursions
+
+GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
+UPPER, LAM = Power(0.3, 20, -0.5), Power(5.0, 20, 0.2)
+SCHEDULES: dict[str, Any] = {
+    "lower_lr": GAMMA,
+    "penalty_lr": BETA,
+    "upper_lr": UPPER,
+    "multiplier": LAM,
+}
+
+
+@pytest.mark.parametrize("inner_steps", [1, 7])
+def test_iterates_equal_the_papers_recursion(inner_steps: int) -> None:
+    problem = Quadratic(dim_x=4, dim_y=6, seed=3)
+    method = bilevel.F2SA(**SCHEDULES, inner_steps=inner_steps)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    paper = recursions.f2sa(
+        recursions.Oracle.of(problem),
+        problem.x0.numpy(),
+        problem.y0.numpy(),
+        inner_steps,
+        gamma=GAMMA,
+        alpha=lambda k: float(BETA(k) / LAM(k)),
+        xi_alpha=UPPER,
+        lam=LAM,
+    )
+    for _ in range(1000):
+        solver.step(measure=False)
+        x, y, z = next(paper)
+        np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(solver.state.y.value.detach().numpy(), y, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(solver.y.numpy(), z, rtol=0, atol=1e-10)
+    assert np.linalg.norm(x - problem.x0.numpy()) > 0.1  # it did go somewhere
+
+
+@pytest.mark.parametrize("coupling", ["shared", "independent"])
+@pytest.mark.parametrize("direction", [None, 25, "all"])
+def test_fused_equals_the_reference_path(coupling: Any, direction: Any) -> None:
+    problem = WeightedLogistic(train=30, trusted=25, dim=4)
+    points = []
+    for cls in (bilevel.F2SA, ReferenceF2SA):
+        solver = bilevel.Solver(
+            problem,
+            cls(**SCHEDULES, inner_steps=3, coupling=coupling),
+            problem.x0,
+            problem.y0,
+            upper_data=problem.upper_data,
+            lower_data=problem.lower_data,
+            batch_size=7,
+            direction_batch_size=direction,
+            seed=5,
+        )
+        for _ in range(50):
+            solver.step(measure=False)
+        points.append((solver.x, solver.y, solver.state.y.value.detach()))
+    for fused, reference in zip(*points, strict=True):
+        torch.testing.assert_close(fused, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_measuring_does_not_change_the_run() -> None:
+    problem = Quadratic(sigma_f=0.3, sigma_g=0.3)
+    data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+    ends = []
+    for measure in (True, False):
+        solver = bilevel.Solver(problem, "f2sa", problem.x0, problem.y0, **data)
+        for _ in range(20):
+            solver.step(measure=measure)
+        ends.append(solver.x)
+    assert torch.equal(*ends)
+
+
+def test_info_is_taken_at_one_point() -> None:
+    problem = Quadratic(seed=1)
+    solver = bilevel.Solver(
+        problem, bilevel.F2SA(lower_lr=0.5, upper_lr=0.1), problem.x0, problem.y0
+    )
+    solver.step()
+    x = solver.x
+    info = solver.step()
+    y, z = solver.state.y.value.detach(), solver.y
+    upper, lower = problem.upper, problem.lower
+    assert info.step == 1
+    assert info.multiplier == 10.0
+    assert info.upper is not None
+    assert info.direction_norm is not None
+    torch.testing.assert_close(info.upper, upper(x, z, None))
+    torch.testing.assert_close(info.lower, lower(x, z, None))
+    torch.testing.assert_close(info.gap, lower(x, y, None) - lower(x, z, None))
+    torch.testing.assert_close(info.direction_norm * 0.1, (solver.x - x).norm())
+    # at the penalised copy f would look better than it is
+    assert info.upper > upper(x, y, None)
+
+
+def test_single_pass_takes_the_direction_before_the_last_inner_step() -> None:
+    problem = Quadratic(seed=2)
+    method = bilevel.F2SA(**SCHEDULES, inner_steps=3, single_pass=True)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    o = recursions.Oracle.of(problem)
+    x, y, z = problem.x0.numpy(), problem.y0.numpy(), problem.y0.numpy()
+    for k in range(200):
+        lam, alpha = LAM(k), BETA(k) / LAM(k)
+        for t in range(3):
+            if t == 2:
+                direction = o.f_x(x) + lam * (o.g_x(x, y) - o.g_x(x, z))
+            z = z - GAMMA(k) * o.g_y(x, z)
+            y = y - alpha * (o.f_y(y) + lam * o.g_y(x, y))
+        x = x - UPPER(k) * direction
+        solver.step()
+    np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(solver.y.numpy(), z, rtol=0, atol=1e-11)
+
+
+class _Counter:
+    """A quadratic problem that counts evaluations of f and g, and gradients through y's path."""
+
+    def __init__(self) -> None:
+        self.f = self.g = self.backward = 0
+        counter = self
+
+        class Watched(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: Tensor) -> Tensor:
+                return y.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Tensor:
+                counter.backward += 1
+                return grads[0]
+
+        def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+            self.f += 1
+            return ((Watched.apply(y) - 1) ** 2).sum()
+
+        def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+            self.g += 1
+            return (x.sigmoid() * (Watched.apply(y) - 2) ** 2).sum() + (y**2).sum()
+
+        self.problem = bilevel.Problem(upper, lower)
+
+    def reset(self) -> None:
+        self.f = self.g = self.backward = 0
+
+
+def test_a_step_costs_what_the_algorithm_says() -> None:
+    counter = _Counter()
+    solver = bilevel.Solver(
+        counter.problem, bilevel.F2SA(inner_steps=4), torch.zeros(3), torch.zeros(3)
+    )
+    counter.reset()
+    solver.step(measure=False)
+    assert (counter.f, counter.g) == (4 + 1, 2 * 4 + 2)
+    # the x direction needs no gradient through y: only the inner steps went back through it
+    assert counter.backward == 3 * 4
+    counter.reset()
+    solver.step()
+    assert (counter.f, counter.g) == (4 + 2, 2 * 4 + 2)  # f at z, for the report
+
+
+def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    backward = torch.Tensor.backward
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        calls.append(self)
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    problem = Quadratic()
+    for method, expected in (
+        (bilevel.F2SA(inner_steps=5), 6),
+        (bilevel.F2SA(inner_steps=5, single_pass=True), 5),
+        (bilevel.F2SA(inner_steps=5, coupling="independent"), 6),
+    ):
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        calls.clear()
+        solver.step()
+        assert len(calls) == expected
+
+
+def test_sgd_factories_equal_plain_steps() -> None:
+    problem = Quadratic(seed=4)
+    plain = bilevel.F2SA(lower_lr=0.3, upper_lr=0.2)
+    factories = bilevel.F2SA(
+        lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.3),
+        upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
+    )
+    ends = [
+        bilevel.minimize(problem, problem.x0, problem.y0, method=m, steps=50).x
+        for m in (plain, factories)
+    ]
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+def test_the_lower_optimizer_sees_directions_in_the_scale_of_g() -> None:
+    # Adam is blind to scale, so its first step from y is lr * sign(grad g + grad f / lam)
+    problem = Quadratic(seed=4)
+    lam = 7.0
+    method = bilevel.F2SA(
+        multiplier=lam, inner_steps=1, lower_optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
+    )
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver.step()
+    o = recursions.Oracle.of(problem)
+    x, y = problem.x0.numpy(), problem.y0.numpy()
+    moved = solver.state.y.value.detach().numpy() - y
+    np.testing.assert_allclose(moved, -(o.g_y(x, y) + o.f_y(y) / lam), atol=1e-12)
+
+
+def test_users_optimizers_reach_the_solution() -> None:
+    problem = Quadratic(seed=0)
+    method = bilevel.F2SA(
+        multiplier=200.0,
+        lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5),
+        upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.02),
+    )
+    result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=800)
+    error = (result.x - problem.solution).norm() / problem.solution.norm()
+    assert error < 0.05
+
+
+def test_single_pass_refuses_a_larger_direction() -> None:
+    problem = WeightedLogistic()
+    solver = bilevel.Solver(
+        problem,
+        bilevel.F2SA(single_pass=True),
+        problem.x0,
+        problem.y0,
+        upper_data=problem.upper_data,
+        lower_data=problem.lower_data,
+        batch_size=5,
+        direction_batch_size="all",
+    )
+    with pytest.raises(ArgumentError, match=r"direction_batch_size='all'.*single_pass=True"):
+        solver.step()
+
+
+def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:
+    problem = WeightedLogistic(train=101, trusted=37, dim=3)
+    directions = []
+    for chunk in (None, 10, 101):
+        solver = bilevel.Solver(
+            problem,
+            bilevel.F2SA(inner_steps=1, multiplier=20.0, upper_lr=1.0),
+            problem.x0,
+            problem.y0 + 0.3,
+            upper_data=problem.upper_data,
+            lower_data=problem.lower_data,
+            batch_size=4,
+            chunk_size=chunk,
+            direction_batch_size="all",
+        )
+        info = solver.step()
+        y, z = solver.state.y.value.detach(), solver.y
+        x = problem.x0.clone().requires_grad_()
+        phi = problem.upper(x, y, None) + 20.0 * (
+            problem.lower(x, y, None) - problem.lower(x, z, None)
+        )
+        (exact,) = torch.autograd.grad(phi, x)
+        torch.testing.assert_close(problem.x0 - solver.x, exact, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(info.upper, problem.upper(problem.x0, z, None))
+        directions.append(solver.x)
+    torch.testing.assert_close(directions[0], directions[2], rtol=1e-12, atol=1e-14)
+
+
+def test_running_statistics_move_with_their_own_copys_inner_steps_only() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) + 5
+
+    def lower(x: Tensor, y: nn.Module, batch: Tensor) -> Tensor:
+        return (y(batch) ** 2).mean() + (x**2).sum() * sum((p**2).sum() for p in y.parameters())
+
+    def upper(x: Tensor, y: nn.Module, batch: Tensor) -> Tensor:
+        return ((y(batch) - 1) ** 2).mean()
+
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, lower),
+        bilevel.F2SA(inner_steps=2),
+        torch.ones(1),
+        model,
+        upper_data=inputs,
+        lower_data=inputs,
+    )
+    y, z = solver.state.copies
+    tracked = [c.value[0].num_batches_tracked for c in (y, z)]
+    assert [int(t) for t in tracked] == [0, 0]  # construction evaluates, and puts them back
+    solver.step()
+    # y sees f and g in each of the two inner steps, z only g; the direction and the report neither
+    assert [int(t) for t in tracked] == [4, 2]
+    assert z.value[0].running_mean.mean() == pytest.approx(
+        float(inputs.mean()) * (1 - 0.9**2), rel=1e-5
+    )
+    assert int(model[0].num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [bilevel.F2SA, bilevel.F3SA])
+def test_from_theory_runs_the_design(cls: Any) -> None:
+    constants = bilevel.theory.Constants(mu_g=1.0, l_g1=1.0, l_f1=1.0, l_f0=1.0)
+    method = cls.from_theory(constants, regime="deterministic", lam0=3.0)
+    design = bilevel.theory.design(
+        constants, algorithm=cls.algorithm, regime="deterministic", lam0=3.0
+    )
+    for k in (0, 1, 10, 1000):
+        assert method.rates.lower(k) == design.gamma(k)
+        assert method.rates.penalty(k) == pytest.approx(design.alpha(k) * design.multiplier(k))
+        assert method.rates.upper(k) == pytest.approx(design.xi * design.alpha(k))
+        assert method.rates.multiplier(k) == design.multiplier(k)
+    assert method.coupling == "independent"
+    if cls is bilevel.F2SA:
+        assert method.inner_steps == design.T
+    else:
+        assert method.momentum == design.momentum
+
+
+def test_methods_are_values() -> None:
+    assert bilevel.F2SA(0.1, 0.2) == bilevel.F2SA(lower_lr=0.1, upper_lr=0.2)
+    assert bilevel.F2SA(multiplier=Constant(3.0)) != bilevel.F2SA()
+    assert "multiplier=10.0" in repr(bilevel.F2SA())

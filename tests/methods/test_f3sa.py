@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import bilevel
+from bilevel.methods.reference import ReferenceF3SA
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.schedules import Power
+from tests.methods import recursions
+
+GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
+UPPER, LAM = Power(0.1, 20, -0.5), Power(5.0, 20, 0.2)
+ETA = Power(1.0, 1, -0.5)
+SCHEDULES: dict[str, Any] = {
+    "lower_lr": GAMMA,
+    "penalty_lr": BETA,
+    "upper_lr": UPPER,
+    "multiplier": LAM,
+}
+
+
+def _eta(k: int) -> float:
+    return 1.0 if k < 2 else float(ETA(k))
+
+
+class _Recorded:
+    """Noise that remembers what it gave."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.given: list[Tensor] = []
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        noise = 0.3 * torch.randn(self.size, generator=generator, dtype=torch.float64)
+        self.given.append(noise)
+        return noise
+
+
+@pytest.mark.parametrize("recursion", ["separate", "combined"])
+def test_iterates_equal_the_papers_recursion(recursion: Any) -> None:
+    problem = Quadratic(dim_x=3, dim_y=4, seed=3)
+    upper, lower = _Recorded(7), _Recorded(7)
+    solver = bilevel.Solver(
+        problem,
+        bilevel.F3SA(**SCHEDULES, momentum=ETA, recursion=recursion, coupling="independent"),
+        problem.x0,
+        problem.y0,
+        upper_data=upper,
+        lower_data=lower,
+    )
+    upper.given.clear()  # what construction looked at
+    lower.given.clear()
+    trajectory = []
+    for _ in range(300):
+        solver.step()
+        trajectory.append((solver.x, solver.state.y.value.detach().clone(), solver.y))
+    assert len(upper.given) == 2 * 300  # zeta_y, zeta_x
+    assert len(lower.given) == 3 * 300  # phi_y, phi_z, phi_x
+
+    def noises() -> Iterator[recursions.Noise]:
+        for k in range(300):
+            f = [n.numpy() for n in upper.given[2 * k : 2 * k + 2]]
+            g = [n.numpy() for n in lower.given[3 * k : 3 * k + 3]]
+            yield recursions.Noise(f[0], g[0], g[1], f[1], g[2])
+
+    paper = recursions.f3sa(
+        recursions.Oracle.of(problem),
+        problem.x0.numpy(),
+        problem.y0.numpy(),
+        gamma=GAMMA,
+        alpha=lambda k: float(BETA(k) / LAM(k)),
+        xi_alpha=UPPER,
+        lam=LAM,
+        eta=_eta,
+        noises=noises(),
+        combined=recursion == "combined",
+    )
+    for step, expected in zip(trajectory, paper, strict=False):
+        for found, known in zip(step, expected, strict=True):
+            np.testing.assert_allclose(found.numpy(), known, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("momentum", [1.0, 0.5, 0.01, ETA])
+@pytest.mark.parametrize("recursion", ["separate", "combined"])
+def test_without_noise_it_is_f2sa_with_one_inner_step(momentum: Any, recursion: Any) -> None:
+    problem = Quadratic(dim_x=4, dim_y=6, seed=1)
+    lam: Any = LAM if recursion == "separate" else 5.0
+    rates = {**SCHEDULES, "multiplier": lam}
+    f3 = bilevel.F3SA(**rates, momentum=momentum, recursion=recursion)
+    f2 = bilevel.F2SA(**rates, inner_steps=1)
+    solvers = [bilevel.Solver(problem, m, problem.x0, problem.y0) for m in (f3, f2)]
+    for _ in range(1000):
+        for solver in solvers:
+            solver.step(measure=False)
+    torch.testing.assert_close(solvers[0].x, solvers[1].x, rtol=0, atol=1e-10)
+    torch.testing.assert_close(solvers[0].y, solvers[1].y, rtol=0, atol=1e-10)
+
+
+def test_combined_differs_from_separate_only_when_the_multiplier_grows() -> None:
+    problem = Quadratic(sigma_f=0.3, sigma_g=0.3, seed=1)
+    ends: dict[tuple[str, bool], Tensor] = {}
+    for recursion in ("separate", "combined"):
+        for grows in (False, True):
+            method = bilevel.F3SA(
+                **{**SCHEDULES, "multiplier": LAM if grows else 5.0},
+                momentum=0.2,
+                recursion=recursion,  # type: ignore[arg-type]
+            )
+            ends[recursion, grows] = bilevel.minimize(
+                problem,
+                problem.x0,
+                problem.y0,
+                method=method,
+                steps=100,
+                upper_data=problem.upper_noise,
+                lower_data=problem.lower_noise,
+            ).x
+    torch.testing.assert_close(ends["separate", False], ends["combined", False], atol=1e-12, rtol=0)
+    assert (ends["separate", True] - ends["combined", True]).norm() > 1e-6
+
+
+def test_full_momentum_weight_is_f2sa_on_the_same_samples() -> None:
+    problem = WeightedLogistic(train=40, trusted=20, dim=3)
+    ends = []
+    for method in (
+        bilevel.F3SA(**SCHEDULES, momentum=1.0),
+        bilevel.F2SA(**SCHEDULES, inner_steps=1),
+    ):
+        result = bilevel.minimize(
+            problem,
+            problem.x0,
+            problem.y0,
+            method=method,
+            steps=60,
+            upper_data=problem.upper_data,
+            lower_data=problem.lower_data,
+            batch_size=8,
+        )
+        ends.append(result.x)
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("coupling", ["shared", "independent"])
+def test_fast_path_equals_the_reference_path(coupling: Any) -> None:
+    problem = WeightedLogistic(train=30, trusted=25, dim=4)
+    points = []
+    for cls in (bilevel.F3SA, ReferenceF3SA):
+        solver = bilevel.Solver(
+            problem,
+            cls(**SCHEDULES, momentum=ETA, coupling=coupling),
+            problem.x0,
+            problem.y0,
+            upper_data=problem.upper_data,
+            lower_data=problem.lower_data,
+            batch_size=7,
+            seed=5,
+        )
+        for _ in range(80):
+            solver.step(measure=False)
+        points.append((solver.x, solver.y, solver.state.y.value.detach()))
+    for fast, reference in zip(*points, strict=True):
+        torch.testing.assert_close(fast, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_estimators_have_less_noise_than_gradients() -> None:
+    problem = Quadratic(dim_x=2, dim_y=2, sigma_f=1.0, sigma_g=1.0, runs=(500,))
+    spreads = []
+    for momentum in (1.0, 0.1):
+        # rates so small that nothing moves: what varies is the estimate of a fixed gradient
+        solver = bilevel.Solver(
+            problem,
+            bilevel.F3SA(1e-9, 1e-9, momentum=momentum),
+            problem.x0,
+            problem.y0,
+            upper_data=problem.upper_noise,
+            lower_data=problem.lower_noise,
+        )
+        for _ in range(60):
+            solver.step(measure=False)
+        (estimate,) = solver.state.z_estimate
+        spreads.append(float(estimate.var(dim=0).mean()))
+    # stationary variance of h <- noise + (1 - eta) (h - noise): eta / (2 - eta) of the noise's
+    assert spreads[0] == pytest.approx(0.25, rel=0.1)
+    assert spreads[1] == pytest.approx(0.25 * 0.1 / 1.9, rel=0.1)

@@ -1,0 +1,20 @@
+"""The README's examples run, in order, in one namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_examples_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        for block in blocks:
+            exec(block, namespace)
