@@ -526,7 +526,7 @@ def reference_f2sa(steps, constants, k, c_xi):
     )
     l_F1 = l_star0 * (l_f1 + l_g1**2 / mu + 2 * constants.l_f0 * l_g1 * constants.l_g2 / mu**2)
     growth, ratio = (lam_next - lam) / lam, steps.xi / steps.T
-    sides = {
+    return {
         "1": (max(1, 2 * l_f1 / mu), lam0),
         "2": (alpha * lam, gamma),
         "3": (gamma, min(1 / (4 * l_g1), 1 / (4 * steps.T * mu))),
@@ -539,7 +539,6 @@ def reference_f2sa(steps, constants, k, c_xi):
         "P3": (ratio, mu / (96 * l_g1)),
         "P4": (ratio**2, mu**2 / (8 * M * l_star1**2)),
     }
-    return sides
 
 
 def reference_f3sa(steps, constants, k, c_xi, c_eta):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +26,8 @@ class Meter:
             TextColumn("{task.fields[losses]}"),
         )
         self._task = self._progress.add_task("", total=steps, losses="")
+        self._steps = steps
+        self._due = 0.0
 
     def __enter__(self) -> Meter:
         self._progress.start()
@@ -33,12 +37,12 @@ class Meter:
         self._progress.stop()
 
     def show(self, info: Info) -> None:
-        """Move the bar to the step of ``info`` and show its numbers."""
-        self._progress.update(
-            self._task,
-            completed=info.step + 1,
-            losses=describe(info),
-        )
+        """Move the bar to the step of ``info`` and, now and then, show its numbers."""
+        fields = {}
+        if time.monotonic() > self._due or info.step + 1 == self._steps:
+            self._due = time.monotonic() + 0.1  # reading the numbers waits for the device
+            fields["losses"] = describe(info)
+        self._progress.update(self._task, completed=info.step + 1, **fields)
 
 
 def describe(info: Info) -> str:

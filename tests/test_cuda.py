@@ -1,0 +1,72 @@
+"""What only a GPU can show; skipped without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bilevel
+from bilevel.problems import Quadratic
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("method", ["f2sa", "f3sa"])
+def test_iterates_are_those_of_the_cpu(method: str) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        problem = Quadratic(seed=0, device=device)
+        result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=200)
+        assert result.x.device.type == device
+        ends.append(result.x.cpu())
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
+
+
+def _solver(seed: int, data_device: str, device: str | None) -> bilevel.Solver:
+    def lower(x: Any, y: Any, batch: Any) -> torch.Tensor:
+        features, index = batch
+        noise = torch.nn.functional.dropout(features, 0.1)
+        return (x[index] * (noise @ y) ** 2).mean() + (y**2).sum()
+
+    def upper(x: Any, y: Any, batch: Any) -> torch.Tensor:
+        return ((batch @ y - 1) ** 2).mean()
+
+    rows = torch.ones(30, 4, device=data_device)
+    index = torch.arange(30, device=data_device)
+    return bilevel.Solver(
+        bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
+        "f2sa",
+        torch.ones(30),
+        torch.zeros(4),
+        upper_data=rows,
+        lower_data=(rows, index),
+        batch_size=8,
+        direction_batch_size="all",
+        device=device,
+        seed=seed,
+    )
+
+
+def test_device_moves_variables_and_data_and_resumes_bit_for_bit() -> None:
+    before = torch.cuda.get_rng_state()
+    whole, half = _solver(0, "cpu", "cuda"), _solver(0, "cuda", "cuda")
+    for _ in range(6):
+        whole.step()
+    for _ in range(3):
+        half.step()
+    resumed = _solver(1, "cpu", "cuda")
+    resumed.load_state_dict(half.state_dict())
+    for _ in range(3):
+        resumed.step()
+    assert whole.x.device.type == "cuda"
+    assert torch.equal(whole.x, resumed.x)
+    assert torch.equal(whole.y, resumed.y)
+    assert torch.equal(torch.cuda.get_rng_state(), before)  # the program's own randomness
+
+
+def test_x_and_y_on_different_devices_are_refused() -> None:
+    problem = Quadratic()
+    with pytest.raises(bilevel.errors.ArgumentError, match="x0 is on cuda:0 and y0 on cpu"):
+        bilevel.Solver(problem, "f2sa", problem.x0.cuda(), problem.y0)
