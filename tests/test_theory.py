@@ -7,6 +7,7 @@ import math
 import pickle
 import types
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -608,7 +609,7 @@ F2SA = {"algorithm": "f2sa"}
 F3SA = {"algorithm": "f3sa"}
 CURVED = Constants(mu_g=1.0, l_g1=1.0, l_f1=1.0, l_f0=1.0, l_g2=10.0)
 STEEP = Constants(mu_g=1.0, l_g1=1.0, l_f1=1.0, l_f0=1.0, l_g2=1e6)
-ETA = design(EASY, **F3SA).momentum
+ETA: Any = design(EASY, **F3SA).momentum
 
 # Per condition: constants, what design() is asked for, a change to the result, options of check(),
 # and the step that the report must name.

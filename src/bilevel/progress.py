@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -38,7 +39,7 @@ class Meter:
 
     def show(self, info: Info) -> None:
         """Move the bar to the step of ``info`` and, now and then, show its numbers."""
-        fields = {}
+        fields: dict[str, Any] = {}
         if time.monotonic() > self._due or info.step + 1 == self._steps:
             self._due = time.monotonic() + 0.1  # reading the numbers waits for the device
             fields["losses"] = describe(info)
