@@ -58,13 +58,16 @@ class State:
 
     Attributes:
         x: the upper variable.
-        solution: the copy of the lower variable that solves the lower level.
         k: how many outer steps were taken.
     """
 
     x: Variable
-    solution: Variable
     k: int
+
+    @property
+    def solution(self) -> Variable:
+        """The copy of the lower variable that solves the lower level."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, copied."""

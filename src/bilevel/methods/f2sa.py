@@ -40,6 +40,10 @@ class F2SAState(State):
         """The paper's y, the penalised copy."""
         return self.copies[0]
 
+    @property
+    def solution(self) -> Variable:
+        return self.copies[1]
+
 
 @dataclass(frozen=True)
 class F2SA(PenaltyMethod[F2SAState]):
@@ -118,11 +122,9 @@ class F2SA(PenaltyMethod[F2SAState]):
         return {"inner_steps": design.T}
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
-        z = y.clone("z")
-        copies = [y, z]
+        copies = [y, y.clone("z")]
         return F2SAState(
             x=x,
-            solution=z,
             k=0,
             copies=copies,
             multiplier=0.0,

@@ -33,7 +33,7 @@ class F3SAState(State):
     """What F3SA carries.
 
     Attributes:
-        y: the penalised copy; ``solution`` is the paper's z.
+        y, z: the copy that follows y*_lam(x), and the one that follows y*(x).
         before: (x, y, z) where the estimators were last evaluated.
         y_estimates: of grad_y f and grad_y g at y; combined: of their sum with the multiplier.
         z_estimate: of grad_y g at z.
@@ -43,6 +43,7 @@ class F3SAState(State):
     """
 
     y: Variable
+    z: Variable
     before: list[Variable]
     y_estimates: Gradients
     z_estimate: list[Tensor]
@@ -51,6 +52,10 @@ class F3SAState(State):
     x_update: Update
     y_update: Update
     z_update: Update
+
+    @property
+    def solution(self) -> Variable:
+        return self.z
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,9 @@ class F3SA(PenaltyMethod[F3SAState]):
         terms = 2 if self.recursion == "separate" else 1
         return F3SAState(
             x=x,
-            solution=z,
             k=0,
             y=y,
+            z=z,
             before=[x.clone(), y.clone(), z.clone()],
             y_estimates=_zeros(y, terms),
             z_estimate=_zeros(z, 1)[0],
@@ -151,7 +156,7 @@ class F3SA(PenaltyMethod[F3SAState]):
         )
 
     def step(self, problem: Problem, state: F3SAState, draw: Draw, *, measure: bool = True) -> Info:
-        k, x, y, z = state.k, state.x, state.y, state.solution
+        k, x, y, z = state.k, state.x, state.y, state.z
         x_before, y_before, z_before = state.before
         lam_before = state.multiplier
         lam = self.rates.multiplier_at(k, before=lam_before)

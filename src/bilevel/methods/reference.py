@@ -94,7 +94,7 @@ class ReferenceF3SA(F3SA):
 
     def step(self, problem: Problem, state: F3SAState, draw: Draw, *, measure: bool = True) -> Info:
         f, g = problem.upper, problem.lower
-        x, y, z, k = state.x, state.y, state.solution, state.k
+        x, y, z, k = state.x, state.y, state.z, state.k
         x_, y_, z_ = state.before  # the points of step k - 1
         lam, eta = self.rates.multiplier(k), self._eta_at(k)
         gamma, alpha, xi_alpha = (
