@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
@@ -22,3 +24,14 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < least:
         raise ArgumentError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def checked_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
+    """``value`` as a finite float of at least ``least`` (``above``: greater than it)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"{name} must be a number, not {value!r}")
+    result = float(value)
+    if not math.isfinite(result) or result < least or (above and result == least):
+        bound = f"{'greater than' if above else 'at least'} {least:g}"
+        raise ArgumentError(f"{name} must be finite and {bound}, not {value!r}")
+    return result

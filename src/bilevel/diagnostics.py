@@ -6,6 +6,7 @@ training loop: it answers "is my problem set up right?" and "how far is the meth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,8 @@ def check_hypergradient(
     if not isinstance(chosen, PenaltyMethod):
         raise ArgumentTypeError(f"method must be a penalty method such as F2SA, not {chosen!r}")
     lam = float(chosen.rates.multiplier(0) if multiplier is None else multiplier)
-    if not lam > 0:
-        raise ArgumentError(f"multiplier must be greater than 0, not {lam!r}")
+    if not 0 < lam < math.inf:
+        raise ArgumentError(f"multiplier must be finite and greater than 0, not {lam!r}")
     sample = Sample(upper_batch, lower_batch)
     at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
     with torch.enable_grad():
@@ -206,7 +207,7 @@ def _refuse_y_set(problem: Problem) -> None:
 
 def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
     f = problem.f(x, y, sample.upper)
-    f_x = _gradient(f, x)
+    f_x = _gradient(f, x, retain_graph=True)
     f_y = _flat(_gradient(f, y))
     slope = _slope(problem.g(x, y, sample.lower), y)
 
@@ -214,6 +215,12 @@ def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sampl
         return _flat(_gradient(slope, y, weights=v, retain_graph=True))
 
     adjoint = _conjugate_gradients(hessian_product, f_y)
+    left = float((f_y - hessian_product(adjoint)).norm() / f_y.norm()) if f_y.any() else 0.0
+    if not left <= torch.finfo(f_y.dtype).eps ** 0.5:
+        raise NotConvergedError(
+            f"conjugate gradients left a relative residual of {left:.2e}; the lower level is not "
+            f"strongly convex here, or too badly conditioned for {f_y.dtype}"
+        )
     mixed = _gradient(slope, x, weights=adjoint)
     return [a - b for a, b in zip(f_x, mixed, strict=True)]
 
@@ -227,14 +234,19 @@ def _minimise(problem: Problem, x: Variable, y: Variable, sample: Sample, streng
 
     eps = torch.finfo(y.leaves[0].dtype).eps
     with held(x):
-        scale = None
+        first = before = None
         for _ in range(100):
             value = objective()
             slope = _slope(value, y)
             size = float(slope.detach().norm())
-            scale = max(size, 1.0) if scale is None else scale
-            if size <= 100 * eps * scale:
+            first = size if first is None else first
+            if size <= 100 * eps * min(first, 1.0):
                 return
+            # Rounding ends the descent where the gradient is tiny and falls no more.
+            tiny = size <= max(eps**0.5 * first, 100 * eps)
+            if tiny and before is not None and size > 0.5 * before:
+                return
+            before = size
 
             def hessian_product(v: Tensor, slope: Tensor = slope) -> Tensor:
                 return _flat(_gradient(slope, y, weights=v, retain_graph=True))
@@ -243,7 +255,7 @@ def _minimise(problem: Problem, x: Variable, y: Variable, sample: Sample, streng
             if not _line_search(
                 objective, y, step, float(value.detach()), float(slope.detach() @ step)
             ):
-                if size <= eps**0.5 * scale:  # rounding, not the objective, ends the descent
+                if tiny:
                     return
                 break
     raise NotConvergedError(
@@ -274,18 +286,22 @@ def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tens
     residual = b.clone()
     direction = residual.clone()
     squared = residual @ residual
-    target = (10 * torch.finfo(b.dtype).eps) ** 2 * squared
-    for _ in range(10 * len(b)):
+    eps = torch.finfo(b.dtype).eps
+    target = (10 * eps) ** 2 * squared
+    steepest = 0.0
+    for _ in range(10 * len(b) + 10_000):  # rounding may ask for many more than len(b)
         if squared <= target:
             break
         image = product(direction)
-        curvature = direction @ image
-        if not curvature > 0:
+        curvature = float(direction @ image / (direction @ direction))
+        steepest = max(steepest, abs(curvature))
+        if not curvature > 10 * eps * steepest:
+            kind = "convex" if curvature < -10 * eps * steepest else "strongly convex"
             raise NotConvergedError(
-                f"the lower level is not convex here: its Hessian has the curvature "
-                f"{float(curvature / (direction @ direction)):.2e} along a direction"
+                f"the lower level is not {kind} here: its Hessian has the curvature "
+                f"{curvature:.2e} along a direction"
             )
-        length = squared / curvature
+        length = squared / (direction @ image)
         solution = solution + length * direction
         residual = residual - length * image
         before, squared = squared, residual @ residual
@@ -295,6 +311,10 @@ def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tens
 
 def _slope(value: Tensor, y: Variable) -> Tensor:
     """The gradient in y as one vector that can be differentiated again."""
+    if not value.requires_grad:
+        raise ObjectiveError(
+            "lower(x, y, batch) does not depend on y through differentiable operations"
+        )
     slope = _flat(_gradient(value, y, create_graph=True))
     if not slope.requires_grad:
         raise ObjectiveError(

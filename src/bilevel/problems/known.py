@@ -12,9 +12,6 @@ from bilevel.problem import Problem
 class KnownProblem(Problem, ABC):
     """A problem whose solution maps, value and gradients can be computed without a method.
 
-    x and y are tensors whose last dimension is the problem's; further dimensions in front are
-    independent instances solved side by side (many seeds at once), over which the objectives sum.
-
     Attributes:
         x0, y0: a starting point.
     """

@@ -55,7 +55,7 @@ class WeightedLogistic(KnownProblem):
             check_count(name, count)
         if not 0 <= noise < 1:
             raise ArgumentError(f"noise must be at least 0 and below 1, not {noise!r}")
-        if not ridge > 0:
+        if not 0 < ridge < float("inf"):
             raise ArgumentError(f"ridge must be greater than 0, not {ridge!r}")
         super().__init__(self._upper, self._lower)
         generator = torch.Generator().manual_seed(seed)
@@ -118,7 +118,8 @@ class WeightedLogistic(KnownProblem):
                 return y
             step = torch.linalg.solve(hessian_g + strength * hessian_f, gradient)
             length, before = 1.0, objective(y)
-            while objective(y - length * step) > before and length > 1e-8:
+            limit = before + 4 * torch.finfo(y.dtype).eps * before.abs()
+            while objective(y - length * step) > limit and length > 1e-8:
                 length /= 2
             y = y - length * step
         raise NotConvergedError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count
+from bilevel.checks import check_count, checked_number
 from bilevel.errors import ArgumentError
 from bilevel.problems.known import KnownProblem
 from bilevel.theory import Constants
@@ -26,6 +27,9 @@ class LeastSquares(KnownProblem):
         F(x)            = 1/2 ||phi(x) - t||^2 + rho/2 ||x||^2
         grad F(x)       = rho x + J' (phi(x) - t)
         grad L*_lam(x)  = rho x + lam J' A (I + lam A)^-1 (phi(x) - t)
+
+    x and y may have further dimensions in front: independent runs side by side (many seeds at
+    once), over which the objectives sum.
 
     Stochastic gradients: a batch is a vector (n_x, n_y), and the objective on it has the term
     n_x' x + n_y' y added, so that its gradient is the exact one plus that vector. ``upper_noise``
@@ -58,13 +62,24 @@ class LeastSquares(KnownProblem):
             ("sigma_f", sigma_f, 0.0),
             ("sigma_g", sigma_g, 0.0),
         ):
-            if not number >= least:
-                raise ArgumentError(f"{name} must be at least {least}, not {number!r}")
+            checked_number(name, number, least=least)
         super().__init__(self._upper, self._lower)
+        for name, given, ndim in (("A", A, 2), ("B", B, 2), ("t", t, 1)):
+            if given is not None and given.ndim != ndim:
+                raise ArgumentError(
+                    f"{name} must have {ndim} dimensions, not the shape {tuple(given.shape)}"
+                )
         if B is not None:
-            dim_y, dim_x = B.shape
-        elif A is not None:
-            dim_y = len(A)
+            dim_x = B.shape[1]
+        for sized in (B, A, t):
+            if sized is not None:
+                dim_y = len(sized)
+                break
+        if A is not None:
+            if A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
+                raise ArgumentError(f"A must be square and symmetric, not {tuple(A.shape)} {A}")
+            if not torch.linalg.eigvalsh(A)[0] > 0:
+                raise ArgumentError(f"A must be positive definite, not {A}")
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -74,7 +89,7 @@ class LeastSquares(KnownProblem):
             return tensor.to(device=device, dtype=dtype)
 
         basis, _ = torch.linalg.qr(normal(dim_y, dim_y))
-        spectrum = torch.logspace(0, 1, dim_y, base=condition, dtype=torch.float64) / condition
+        spectrum = torch.logspace(0, -1, dim_y, base=condition, dtype=torch.float64).flip(0)
         self.A = placed((basis * spectrum) @ basis.T if A is None else A)
         random_b = normal(dim_y, dim_x)
         self.B = placed(random_b / torch.linalg.matrix_norm(random_b, 2) if B is None else B)
@@ -92,7 +107,7 @@ class LeastSquares(KnownProblem):
         self._identity = torch.eye(self.A.shape[0], dtype=dtype, device=device)
 
     def phi(self, x: Tensor) -> Tensor:
-        """The map whose graph is the lower solution."""
+        """The map whose graph is the lower solution; linear unless a subclass says otherwise."""
         return x @ self.B.T
 
     def jacobian_product(self, x: Tensor, v: Tensor) -> Tensor:
@@ -181,12 +196,6 @@ class Quadratic(LeastSquares):
         True
     """
 
-    def phi(self, x: Tensor) -> Tensor:
-        return x @ self.B.T
-
-    def jacobian_product(self, x: Tensor, v: Tensor) -> Tensor:
-        return v @ self.B
-
     @cached_property
     def solution(self) -> Tensor:
         """The x at which F is smallest."""
@@ -246,23 +255,9 @@ class Nonconvex(LeastSquares):
         *,
         amplitude: float = 0.5,
         frequency: float = 4.0,
-        condition: float = 10.0,
-        rho: float = 0.1,
-        sigma_f: float = 0.0,
-        sigma_g: float = 0.0,
-        seed: int = 0,
-        runs: tuple[int, ...] = (),
+        **options: Any,
     ) -> None:
-        super().__init__(
-            dim_x,
-            dim_y,
-            condition=condition,
-            rho=rho,
-            sigma_f=sigma_f,
-            sigma_g=sigma_g,
-            seed=seed,
-            runs=runs,
-        )
+        super().__init__(dim_x, dim_y, **options)
         self.amplitude = amplitude
         self.frequency = frequency
 

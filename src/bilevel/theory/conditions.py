@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, checked_number
 from bilevel.errors import ArgumentError
 from bilevel.schedules import Constant, Power, positive_at
-from bilevel.theory.constants import Constants, number
+from bilevel.theory.constants import Constants
 from bilevel.theory.designs import REGIMES, Design, double_loop_scale
 
 Array = npt.NDArray[np.float64]
@@ -153,7 +153,10 @@ def check(
     check_count("horizon", horizon)
     if horizon < 2:
         raise ArgumentError(f"horizon must be at least 2, not {horizon!r}")
-    c_xi, c_eta = number("c_xi", c_xi, above=True), number("c_eta", c_eta, above=True)
+    c_xi, c_eta = (
+        checked_number("c_xi", c_xi, above=True),
+        checked_number("c_eta", c_eta, above=True),
+    )
     if design.algorithm == "f2sa":
         rows = _f2sa(design, constants, horizon, c_xi)
         if strict:

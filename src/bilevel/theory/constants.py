@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from numbers import Real
-from typing import Any
 
-from bilevel.errors import ArgumentError, ArgumentTypeError
-
-
-def number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
-    """``value`` as a finite float of at least ``least`` (``above``: greater than it)."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(f"{name} must be a number, not {value!r}")
-    result = float(value)
-    if not math.isfinite(result) or result < least or (above and result == least):
-        bound = f"{'greater than' if above else 'at least'} {least:g}"
-        raise ArgumentError(f"{name} must be finite and {bound}, not {value!r}")
-    return result
+from bilevel.checks import checked_number
+from bilevel.errors import ArgumentError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +43,9 @@ class Constants:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = number(field.name, getattr(self, field.name), above=field.name == "mu_g")
+            value = checked_number(
+                field.name, getattr(self, field.name), above=field.name == "mu_g"
+            )
             object.__setattr__(self, field.name, value)
         if self.l_g1 < self.mu_g:
             raise ArgumentError(f"l_g1 must be at least mu_g = {self.mu_g!r}, not {self.l_g1!r}")
@@ -85,7 +74,7 @@ class Constants:
 
         ``32 (l_g2 + l_f2 / lam0) l_g1^2 / mu_g^3``, which falls as lam grows.
         """
-        lam0 = self.min_multiplier if lam0 is None else number("lam0", lam0, above=True)
+        lam0 = self.min_multiplier if lam0 is None else checked_number("lam0", lam0, above=True)
         return 32.0 * (self.l_g2 + self.l_f2 / lam0) * self.l_g1**2 / self.mu_g**3
 
     @property
@@ -145,10 +134,10 @@ class Constants:
         """
         lam1, lam2 = self._multiplier("lam1", lam1), self._multiplier("lam2", lam2)
         change = 2.0 * abs(lam2 - lam1) / (lam1 * lam2) * self.l_f0 / self.mu_g
-        return change + self.l_lam0 * number("dx", dx)
+        return change + self.l_lam0 * checked_number("dx", dx)
 
     def _multiplier(self, name: str, value: float) -> float:
-        result = number(name, value, above=True)
+        result = checked_number(name, value, above=True)
         if result < self.convex_multiplier:
             raise ArgumentError(
                 f"{name} must be at least 2 l_f1 / mu_g = {self.convex_multiplier:g} for this "

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning
 from bilevel.schedules import Constant, Power, Schedule
-from bilevel.theory.constants import Constants, number
+from bilevel.theory.constants import Constants
 from bilevel.theory.sequences import CappedMultiplier, Momentum, Product
 
 IMPRACTICAL_INNER_STEPS = 10_000
@@ -108,8 +108,8 @@ class Design:
         check_choice("algorithm", self.algorithm, REGIMES)
         _check_inner_steps(self.algorithm, self.T)
         for name in ("xi", "lam0", "k0"):
-            number(name, getattr(self, name), above=True)
-        if not 0.0 <= number("c", self.c) <= number("a", self.a) <= 1.0:
+            checked_number(name, getattr(self, name), above=True)
+        if not 0.0 <= checked_number("c", self.c) <= checked_number("a", self.a) <= 1.0:
             raise ArgumentError(f"a must be between c = {self.c!r} and 1, not {self.a!r}")
         for name in ("alpha", "gamma", "multiplier"):
             if not callable(getattr(self, name)):
@@ -205,15 +205,18 @@ def design(
     """
     check_choice("algorithm", algorithm, REGIMES)
     check_choice("regime", regime, REGIMES[algorithm])
-    c_xi, c_eta = number("c_xi", c_xi, above=True), number("c_eta", c_eta, above=True)
+    c_xi, c_eta = (
+        checked_number("c_xi", c_xi, above=True),
+        checked_number("c_eta", c_eta, above=True),
+    )
     row = REGIMES[algorithm][regime]
     a, c = row.a, row.c
     mu, kappa = constants.mu_g, constants.kappa_g
-    lam0 = constants.min_multiplier if lam0 is None else number("lam0", lam0, above=True)
+    lam0 = constants.min_multiplier if lam0 is None else checked_number("lam0", lam0, above=True)
     if T is not None:
         _check_inner_steps(algorithm, T)
     if xi is not None:
-        xi = number("xi", xi, above=True)
+        xi = checked_number("xi", xi, above=True)
     if algorithm == "f2sa":
         T, xi = _inner_steps_and_xi(constants, lam0, T, xi, c_xi)
         theory_k0 = max(4 * T * kappa, max(xi * constants.l_F1, 4 * constants.l_f1) / (lam0 * mu))
@@ -222,7 +225,7 @@ def design(
         xi = c_xi / (kappa * constants.l_star0**2) if xi is None else xi
         lower_k0 = 128 * kappa * max(1.0, math.sqrt(c_eta * kappa))
         theory_k0 = max(lower_k0, 8 * xi * constants.l_F1 / (lam0 * mu))
-    k0 = theory_k0 if k0 is None else number("k0", k0, above=True)
+    k0 = theory_k0 if k0 is None else checked_number("k0", k0, above=True)
 
     first = (1.0 if algorithm == "f2sa" else 8.0) / (mu * k0)
     gamma = Power(first, k0, -c)
