@@ -522,7 +522,7 @@ def test_potential_falls_along_a_run_with_the_papers_steps(regime: str) -> None:
     solver = bilevel.Solver(problem, method, 10 * problem.x0, problem.y0)
     values = []
     for k in range(150):
-        y = solver.state.y.value.detach()  # type: ignore[attr-defined]
+        y = solver.state.penalised.value.detach()  # type: ignore[attr-defined]
         values.append(float(potential(problem, solver.x, y, solver.y, method.rates.multiplier(k))))
         solver.step(measure=False)
     assert np.all(np.diff(values) < 0)

@@ -174,7 +174,7 @@ def tracking_errors(
         >>> x_0 = solver.x
         >>> info = solver.step()
         >>> errors = bilevel.diagnostics.tracking_errors(
-        ...     problem, x_0, solver.state.y.value, solver.y, info.multiplier)
+        ...     problem, x_0, solver.state.penalised.value, solver.y, info.multiplier)
         >>> bool(errors.y < 1e-6), bool(errors.z < 1e-6)
         (True, True)
     """

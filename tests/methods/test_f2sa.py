@@ -43,7 +43,9 @@ def test_iterates_equal_the_papers_recursion(inner_steps: int) -> None:
         solver.step(measure=False)
         x, y, z = next(paper)
         np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
-        np.testing.assert_allclose(solver.state.y.value.detach().numpy(), y, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            solver.state.penalised.value.detach().numpy(), y, rtol=0, atol=1e-10
+        )
         np.testing.assert_allclose(solver.y.numpy(), z, rtol=0, atol=1e-10)
     assert np.linalg.norm(x - problem.x0.numpy()) > 0.1  # it did go somewhere
 
@@ -67,7 +69,7 @@ def test_fused_equals_the_reference_path(coupling: Any, direction: Any) -> None:
         )
         for _ in range(50):
             solver.step(measure=False)
-        points.append((solver.x, solver.y, solver.state.y.value.detach()))
+        points.append((solver.x, solver.y, solver.state.penalised.value.detach()))
     for fused, reference in zip(*points, strict=True):
         torch.testing.assert_close(fused, reference, rtol=1e-10, atol=1e-12)
 
@@ -92,7 +94,7 @@ def test_info_is_taken_at_one_point() -> None:
     solver.step()
     x = solver.x
     info = solver.step()
-    y, z = solver.state.y.value.detach(), solver.y
+    y, z = solver.state.penalised.value.detach(), solver.y
     upper, lower = problem.upper, problem.lower
     assert info.step == 1
     assert info.multiplier == 10.0
@@ -217,7 +219,7 @@ def test_the_lower_optimizer_sees_directions_in_the_scale_of_g() -> None:
     solver.step()
     o = recursions.Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
-    moved = solver.state.y.value.detach().numpy() - y
+    moved = solver.state.penalised.value.detach().numpy() - y
     np.testing.assert_allclose(moved, -(o.g_y(x, y) + o.f_y(y) / lam), atol=1e-12)
 
 
@@ -265,7 +267,7 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:
             direction_batch_size="all",
         )
         info = solver.step()
-        y, z = solver.state.y.value.detach(), solver.y
+        y, z = solver.state.penalised.value.detach(), solver.y
         x = problem.x0.clone().requires_grad_()
         phi = problem.upper(x, y, None) + 20.0 * (
             problem.lower(x, y, None) - problem.lower(x, z, None)

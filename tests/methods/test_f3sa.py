@@ -59,7 +59,7 @@ def test_iterates_equal_the_papers_recursion(recursion: Any) -> None:
     trajectory = []
     for _ in range(300):
         solver.step()
-        trajectory.append((solver.x, solver.state.y.value.detach().clone(), solver.y))
+        trajectory.append((solver.x, solver.state.penalised.value.detach().clone(), solver.y))
     assert len(upper.given) == 2 * 300  # zeta_y, zeta_x
     assert len(lower.given) == 3 * 300  # phi_y, phi_z, phi_x
 
@@ -163,7 +163,7 @@ def test_fast_path_equals_the_reference_path(coupling: Any) -> None:
         )
         for _ in range(80):
             solver.step(measure=False)
-        points.append((solver.x, solver.y, solver.state.y.value.detach()))
+        points.append((solver.x, solver.y, solver.state.penalised.value.detach()))
     for fast, reference in zip(*points, strict=True):
         torch.testing.assert_close(fast, reference, rtol=1e-10, atol=1e-12)
 

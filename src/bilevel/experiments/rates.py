@@ -43,7 +43,7 @@ class Instance:
 
 INSTANCES = {
     "noise": Instance(sigma=0.1, from_solution=False),
-    "bias": Instance(sigma=1e-3, from_solution=True),
+    "bias": Instance(sigma=1e-4, from_solution=True),
 }
 
 

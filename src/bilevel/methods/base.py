@@ -33,11 +33,12 @@ class Info:
 
     Attributes:
         step: k, the number of the step.
-        multiplier: lam_k.
+        multiplier: lam_k; NaN for a method that has none.
         upper: f at the copy that solves the lower level. At the penalised copy it would look
             better than it is, because that copy is fitted to f as well.
         lower: g at the same copy.
-        gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level.
+        gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level; NaN
+            for a method that has none.
         direction_norm: the norm of the direction in which x moved.
     """
 
@@ -68,6 +69,11 @@ class State:
     def solution(self) -> Variable:
         """The copy of the lower variable that solves the lower level."""
         raise NotImplementedError
+
+    @property
+    def penalised(self) -> Variable | None:
+        """The copy that follows f as well as g; None where the method has none."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, copied."""
@@ -126,31 +132,47 @@ class Tally:
         self._totals: dict[str, Tensor] = {}
 
     def add(self, sample: Sample, terms: dict[str, Tensor]) -> None:
-        """One part: its terms, and f at the solution, which no term holds."""
+        """One part: f and g at the solution, and g at the penalised copy where there is one.
+
+        What is not among the ``terms`` of the step is evaluated here.
+        """
         if not self._measure:
             return
-        if sample.upper_share:
-            x, z = self._state.x, self._state.solution
-            cuda = [x.device] if x.device.type == "cuda" else []
-            # what is only reported must not move the run: not its buffers, not its randomness
-            with torch.no_grad(), buffers_kept(x, z), torch.random.fork_rng(cuda):
-                f = self._problem.f(x, z, sample.upper)
-            require_finite(self._state.k, ["upper(x, z)"], [f])
-            terms = {**terms, "upper": sample.upper_share * f}
-        for name, value in terms.items():
+        x, solution, penalised = self._state.x, self._state.solution, self._state.penalised
+        wanted = [("upper", self._problem.f, solution, sample.upper, sample.upper_share)]
+        for y in (solution, penalised):
+            if y is not None:
+                wanted.append(("lower", self._problem.g, y, sample.lower, sample.lower_share))
+        for level, objective, y, batch, share in wanted:
+            name = f"{level}(x, {y.name})"
+            if not share:
+                continue
+            if name not in terms:
+                # what is only reported must not move the run: not its buffers, not its randomness
+                cuda = [x.device] if x.device.type == "cuda" else []
+                with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
+                    value = share * objective(x, y, batch)
+                require_finite(self._state.k, [name], [value])
+            else:
+                value = terms[name]
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
-    def info(self, multiplier: float, direction: list[Tensor]) -> Info:
+    def info(self, direction: list[Tensor], multiplier: float = float("nan")) -> Info:
         """The report of the state's current step."""
         if not self._measure:
             return Info(self._state.k, multiplier)
-        lower = self._totals["lower(x, z)"]
+        solution, penalised = self._state.solution, self._state.penalised
+        lower = self._totals[f"lower(x, {solution.name})"]
+        if penalised is None:
+            gap = torch.full_like(lower, float("nan"))
+        else:
+            gap = self._totals[f"lower(x, {penalised.name})"] - lower
         return Info(
             self._state.k,
             multiplier,
-            upper=self._totals["upper"],
+            upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
-            gap=self._totals["lower(x, y)"] - lower,
+            gap=gap,
             direction_norm=norm(direction),
         )
 

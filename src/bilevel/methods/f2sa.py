@@ -36,8 +36,7 @@ class F2SAState(State):
     y_updates: list[Update]
 
     @property
-    def y(self) -> Variable:
-        """The paper's y, the penalised copy."""
+    def penalised(self) -> Variable:
         return self.copies[0]
 
     @property
@@ -155,12 +154,12 @@ class F2SA(PenaltyMethod[F2SAState]):
         tally = Tally(problem, state, measure)
         if self.single_pass:
             self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
-            info = tally.info(lam, x.grads())
+            info = tally.info(x.grads(), lam)
             self._move_copies(state, lam, gamma, beta)
         else:
             with held(*copies), buffers_kept(x, *copies):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
-            info = tally.info(lam, x.grads())
+            info = tally.info(x.grads(), lam)
         state.x_update.apply(upper_lr)
 
         state.k, state.multiplier = k + 1, lam

@@ -57,6 +57,10 @@ class F3SAState(State):
     def solution(self) -> Variable:
         return self.z
 
+    @property
+    def penalised(self) -> Variable:
+        return self.y
+
 
 @dataclass(frozen=True)
 class F3SA(PenaltyMethod[F3SAState]):
@@ -199,7 +203,7 @@ class F3SA(PenaltyMethod[F3SAState]):
                     self._add_x_gradients(stale, phi, k, lam_before, x_before)
         _recur(state.x_estimates, fresh, stale, eta)
         x.set_grads(self._direction(state.x_estimates, lam))
-        info = tally.info(lam, x.grads())
+        info = tally.info(x.grads(), lam)
         x_before.assign(x)
         state.x_update.apply(upper_lr)
 

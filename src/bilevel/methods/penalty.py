@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from bilevel import theory
 from bilevel.checks import check_choice
-from bilevel.methods.base import Method, S
-from bilevel.methods.updates import OptimizerFactory, Rates
+from bilevel.methods.base import S
+from bilevel.methods.descent import DescentMethod
+from bilevel.methods.updates import PenaltyRates, rate_or_optimizer
 from bilevel.problem import Stencil
-from bilevel.schedules import Rate
+from bilevel.schedules import Rate, as_schedule
 
 P = TypeVar("P", bound="PenaltyMethod[Any]")
 
@@ -19,7 +20,7 @@ COUPLINGS = ("shared", "independent")
 
 
 @dataclass(frozen=True)
-class PenaltyMethod(Method[S]):
+class PenaltyMethod(DescentMethod[S]):
     """A method on Phi(x, {y_j}), see :mod:`bilevel.problem`.
 
     Args:
@@ -37,20 +38,16 @@ class PenaltyMethod(Method[S]):
         upper_optimizer: the same for x; replaces upper_lr.
     """
 
-    lower_lr: Rate | None = None
-    upper_lr: Rate | None = None
     multiplier: Rate = 10.0
     _: KW_ONLY
     penalty_lr: Rate | None = None
     coupling: Literal["shared", "independent"] = "shared"
-    lower_optimizer: OptimizerFactory | None = None
-    upper_optimizer: OptimizerFactory | None = None
 
     algorithm: ClassVar[Literal["f2sa", "f3sa"]]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("coupling", self.coupling, COUPLINGS)
-        _ = self.rates  # a bad rate is refused at construction
 
     @property
     def stencil(self) -> Stencil:
@@ -63,16 +60,14 @@ class PenaltyMethod(Method[S]):
         return self.coupling == "shared"
 
     @cached_property
-    def rates(self) -> Rates:
+    def rates(self) -> PenaltyRates:
         """The step sizes and the multiplier as functions of k."""
-        return Rates.of(
-            self.lower_lr,
-            self.penalty_lr,
-            self.upper_lr,
-            self.multiplier,
-            self.lower_optimizer,
-            self.upper_optimizer,
+        lower = self._lower_schedule()
+        penalty = rate_or_optimizer(
+            "penalty_lr", self.penalty_lr, "lower_optimizer", self.lower_optimizer, default=lower
         )
+        multiplier = as_schedule("multiplier", self.multiplier)
+        return PenaltyRates(lower, self._upper_schedule(), penalty, multiplier)
 
     @classmethod
     def from_theory(

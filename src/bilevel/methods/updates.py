@@ -12,78 +12,53 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError
 from bilevel.methods.base import saved
-from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 from bilevel.sets import Projection
 from bilevel.variables import Variable
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """``params -> torch.optim.Optimizer``, such as ``lambda p: torch.optim.Adam(p, lr=1e-3)``."""
 
-DEFAULT_RATE = 0.1
+DEFAULT_RATE = Constant(0.1)
 """The step size where none is given: a plain number, right only for well-scaled objectives."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The step sizes and the multiplier as functions of k, and their checked values at one k.
+    """The two step sizes as functions of k, and their checked values at one k.
 
     Attributes:
         lower: gamma_k, the step of the copy that solves the lower level.
-        penalty: beta_k, the step of the penalised copies.
         upper: the step of x.
-        multiplier: lam_k.
     """
 
     lower: Schedule
-    penalty: Schedule
     upper: Schedule
-    multiplier: Schedule
-
-    @classmethod
-    def of(
-        cls,
-        lower_lr: Rate | None,
-        penalty_lr: Rate | None,
-        upper_lr: Rate | None,
-        multiplier: Rate,
-        lower_optimizer: OptimizerFactory | None,
-        upper_optimizer: OptimizerFactory | None,
-    ) -> Rates:
-        """From what a user gives; a rate beside an optimizer that would ignore it is refused."""
-        for name, rate, optimizer_name, optimizer in (
-            ("lower_lr", lower_lr, "lower_optimizer", lower_optimizer),
-            ("penalty_lr", penalty_lr, "lower_optimizer", lower_optimizer),
-            ("upper_lr", upper_lr, "upper_optimizer", upper_optimizer),
-        ):
-            if optimizer is not None and not callable(optimizer):
-                raise ArgumentTypeError(
-                    f"{optimizer_name} must be a function of the parameters that returns a "
-                    f"torch.optim.Optimizer, not {optimizer!r}"
-                )
-            if rate is not None and optimizer is not None:
-                raise ArgumentError(
-                    f"{name}={rate!r} would be ignored, because {optimizer_name} brings its own "
-                    f"learning rate; give one of the two"
-                )
-        lower = as_schedule("lower_lr", DEFAULT_RATE if lower_lr is None else lower_lr)
-        return cls(
-            lower=lower,
-            penalty=lower if penalty_lr is None else as_schedule("penalty_lr", penalty_lr),
-            upper=as_schedule("upper_lr", DEFAULT_RATE if upper_lr is None else upper_lr),
-            multiplier=as_schedule("multiplier", multiplier),
-        )
 
     def lower_at(self, k: int) -> float:
         """gamma_k."""
         return positive_at("lower_lr", self.lower, k)
 
-    def penalty_at(self, k: int) -> float:
-        """beta_k."""
-        return positive_at("penalty_lr", self.penalty, k)
-
     def upper_at(self, k: int) -> float:
         """The step of x at k."""
         return positive_at("upper_lr", self.upper, k)
+
+
+@dataclass(frozen=True)
+class PenaltyRates(Rates):
+    """With those of a penalised copy.
+
+    Attributes:
+        penalty: beta_k, the step of the penalised copies.
+        multiplier: lam_k.
+    """
+
+    penalty: Schedule
+    multiplier: Schedule
+
+    def penalty_at(self, k: int) -> float:
+        """beta_k."""
+        return positive_at("penalty_lr", self.penalty, k)
 
     def multiplier_at(self, k: int, before: float) -> float:
         """lam_k; a warning when it is below lam_{k-1} (``before``)."""
@@ -96,6 +71,29 @@ class Rates:
                 stacklevel=3,
             )
         return multiplier
+
+
+def rate_or_optimizer(
+    name: str,
+    rate: Rate | None,
+    optimizer_name: str,
+    optimizer: OptimizerFactory | None,
+    default: Schedule,
+) -> Schedule:
+    """The schedule of one rate; a rate beside an optimizer that would ignore it is refused."""
+    if optimizer is not None and not callable(optimizer):
+        raise ArgumentTypeError(
+            f"{optimizer_name} must be a function of the parameters that returns a "
+            f"torch.optim.Optimizer, not {optimizer!r}"
+        )
+    if rate is None:
+        return default
+    if optimizer is not None:
+        raise ArgumentError(
+            f"{name}={rate!r} would be ignored, because {optimizer_name} brings its own "
+            f"learning rate; give one of the two"
+        )
+    return as_schedule(name, rate)
 
 
 class Update:
