@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError, ObjectiveError
 from bilevel.methods import Method, PenaltyMethod, method_of
-from bilevel.problem import Problem, evaluate
+from bilevel.problem import Problem, Stencil, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.streams import Sample
@@ -129,13 +129,9 @@ def check_hypergradient(
     with torch.enable_grad():
         _minimise(problem, at_x, at_y, sample, strength=0.0)
         exact = _implicit_gradient(problem, at_x, at_y, sample)
-        copies = []
-        for node in chosen.stencil.nodes:
-            copy = at_y.clone()
-            _minimise(problem, at_x, copy, sample, strength=node / lam)
-            copies.append(copy)
-        with held(*copies):
-            phi = evaluate(problem, chosen.stencil, at_x, copies, [sample] * len(copies))
+        points = _solved_points(problem, chosen.stencil, lam, at_x, at_y, sample)
+        with held(*points):
+            phi = evaluate(problem, chosen.stencil, at_x, points, [sample] * len(points))
             phi.backward(lam, step=0)
     direction = at_x.take_grads()
     truth, found = _flat(exact), _flat(direction)
@@ -205,6 +201,27 @@ def _refuse_y_set(problem: Problem) -> None:
         )
 
 
+def _solved_points(
+    problem: Problem, stencil: Stencil, lam: float, x: Variable, y: Variable, sample: Sample
+) -> list[Variable]:
+    """The points of a stencil with every copy at the minimum that it follows, from y = y*(x)."""
+    points = stencil.points(y.clone())
+    for _ in range(100 if stencil.f_at_centre else 1):
+        tilt = None
+        if stencil.f_at_centre:
+            with held(x):
+                f = problem.f(x, points[-1], sample.upper)
+                tilt = [g.detach() for g in _gradient(f, points[-1])]
+        before = _flat(points[0].leaves).detach().clone()
+        for copy, strength in zip(points, stencil.strengths, strict=False):
+            _minimise(problem, x, copy, sample, strength / lam, tilt)
+        stencil.recentre(points)
+        moved = (_flat(points[0].leaves).detach() - before).norm()
+        if moved <= 100 * torch.finfo(before.dtype).eps * before.norm():
+            break
+    return points
+
+
 def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
     f = problem.f(x, y, sample.upper)
     f_x = _gradient(f, x, retain_graph=True)
@@ -225,11 +242,23 @@ def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sampl
     return [a - b for a, b in zip(f_x, mixed, strict=True)]
 
 
-def _minimise(problem: Problem, x: Variable, y: Variable, sample: Sample, strength: float) -> None:
-    """Move y to argmin_y g(x, y) + strength * f(x, y), by Newton's method."""
+def _minimise(
+    problem: Problem,
+    x: Variable,
+    y: Variable,
+    sample: Sample,
+    strength: float,
+    tilt: list[Tensor] | None = None,
+) -> None:
+    """Move y to argmin_y g(x, y) + strength * f(x, y), by Newton's method.
+
+    With ``tilt`` the linear function of that slope stands in for f.
+    """
 
     def objective() -> Tensor:
         value = problem.g(x, y, sample.lower)
+        if tilt is not None:
+            return value + strength * (_flat(tilt) @ _flat(y.leaves))
         return value + strength * problem.f(x, y, sample.upper) if strength else value
 
     eps = torch.finfo(y.leaves[0].dtype).eps

@@ -1,17 +1,17 @@
 """The two objectives, and the scalar Phi whose one backward pass gives every direction.
 
 The problem is  min_x f(x, y*(x))  with  y*(x) = argmin_y g(x, y).  The first-order methods keep
-several copies y_j of the lower variable, one for each node j of a finite difference in the
-strength of f, and look at one scalar:
+several copies y_i of the lower variable and look at one scalar:
 
-    Phi(x, {y_j}) = sum_j a_j * ( j * f(x, y_j) + lam * g(x, y_j) )
+    Phi(x, {y_i}) = sum_i ( u_i * f(x, y_i) + lam * w_i * g(x, y_i) )
 
-Everything is in its gradient. In x it is the direction of descent; in y_j, divided by a_j * lam,
-it is  grad_y g + (j / lam) grad_y f, the direction of that copy. F2SA is the forward difference:
-node 1 is the paper's y, node 0 its z, and
+Everything is in its gradient. In x it is the direction of descent; in y_i, divided by w_i * lam,
+it is  grad_y g + (j_i / lam) grad_y f  with  j_i = u_i / w_i, the direction of that copy. F2SA has
+two copies, the paper's y and z, with u = (1, 0) and w = (1, -1):
 
     Phi = f(x, y) + lam * ( g(x, y) - g(x, z) ).
 
+Other finite differences in the strength j / lam of f have other weights (:class:`Stencil`).
 Nothing is ever differentiated twice.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from bilevel.errors import ArgumentTypeError, NonFiniteError, ObjectiveError
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
+from bilevel.theory import Constants
 from bilevel.variables import Variable, buffers_kept, held, require_finite
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
@@ -76,6 +78,11 @@ class Problem:
         self.x_set = x_set
         self.y_set = y_set
 
+    @property
+    def constants(self) -> Constants | None:
+        """The constants of the paper's assumptions, where they are known."""
+        return None
+
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
         """The upper objective, checked to be a scalar."""
         return _scalar("upper", self.upper(x.value, y.value, batch))
@@ -117,23 +124,113 @@ class Problem:
 
 @dataclass(frozen=True)
 class Stencil:
-    """A finite difference in the strength of f: the nodes j and their weights a_j."""
+    """A finite difference in the strength of f: what Phi is made of.
 
-    nodes: tuple[int, ...]
-    weights: tuple[float, ...]
+    Attributes:
+        upper: u_i, the weight of f at each point.
+        lower: w_i, the weight of lam * g at each point. The points with one are the copies: each
+            moves by its own direction.
+        centre: the weights with which the copies add up to the lower solution. Where it is not one
+            of the copies, it is held as a further point, after them; in the midpoint scheme that is
+            where f is evaluated.
+    """
+
+    upper: tuple[float, ...]
+    lower: tuple[float, ...]
+    centre: tuple[float, ...]
+
+    @property
+    def nodes(self) -> list[tuple[bool, bool]]:
+        """For each point whether f, and whether g, is evaluated there."""
+        return [(bool(u), bool(w)) for u, w in zip_longest(self.upper, self.lower, fillvalue=0.0)]
+
+    @property
+    def f_at_centre(self) -> bool:
+        """Whether f is evaluated at the centre instead of at the copies."""
+        return len(self.upper) > len(self.lower)
+
+    @property
+    def solution(self) -> int:
+        """The place of the lower solution among the points."""
+        return self.centre.index(1.0) if 1.0 in self.centre else len(self.centre)
+
+    @property
+    def strengths(self) -> tuple[float, ...]:
+        """j_i of each copy: it follows argmin_y g + (j_i / lam) f."""
+        through_centre = self.upper[-1] if self.f_at_centre else 0.0
+        return tuple(
+            (u + through_centre * c) / w
+            for u, w, c in zip(self.upper, self.lower, self.centre, strict=False)
+        )
+
+    def points(self, y: Variable) -> list[Variable]:
+        """The copies, all at ``y``, and the centre where it is not one of them."""
+        if self.solution < len(self.centre):
+            return [y, *(y.clone("z") for _ in self.centre[1:])]
+        names = [f"y({strength:+g})" for strength in self.strengths]
+        y.name = names[0]
+        return [y, *(y.clone(name) for name in names[1:]), y.clone("y")]
+
+    def recentre(self, points: Sequence[Variable]) -> None:
+        """Move the centre to where the copies say it is."""
+        if self.solution < len(self.centre):
+            return
+        copies, centre = points[: len(self.centre)], points[-1]
+        with torch.no_grad():
+            for target, *parts in zip(centre.leaves, *(c.leaves for c in copies), strict=True):
+                target.zero_()
+                for part, share in zip(parts, self.centre, strict=True):
+                    target.add_(part, alpha=share)
+
+    def spread(self, points: Sequence[Variable]) -> None:
+        """Pass the gradient at the centre on to the copies that it is made of."""
+        if not self.f_at_centre:
+            return
+        gradient = points[-1].take_grads()
+        for copy, share in zip(points, self.centre, strict=False):
+            torch._foreach_add_(copy.grads(), gradient, alpha=share)
 
 
-FORWARD = Stencil(nodes=(1, 0), weights=(1.0, -1.0))
-"""F2SA: the copies are the paper's y (node 1) and z (node 0)."""
+FORWARD = Stencil(upper=(1.0, 0.0), lower=(1.0, -1.0), centre=(0.0, 1.0))
+"""F2SA: the copies are the paper's y and z; z is the lower solution. Bias O(1 / lam)."""
+
+MIDPOINT = Stencil(upper=(0.0, 0.0, 1.0), lower=(0.5, -0.5), centre=(0.5, 0.5))
+"""Phi = f(x, ybar) + lam/2 (g(x, y+) - g(x, y-)) with ybar = (y+ + y-)/2. Bias O(1 / lam^2)."""
+
+
+def central(order: int) -> Stencil:
+    """The central difference of an even ``order`` p: nodes j = +-1, ..., +-p/2. Bias O(1 / lam^p).
+
+    With m = p/2 the weight of g at node j is (-1)^(j+1) (m!)^2 / (j (m-j)! (m+j)!), and that of f
+    is j times it; the centre is the polynomial through the copies, at 0.
+    """
+    m = order // 2
+    nodes = [j for size in range(1, m + 1) for j in (size, -size)]
+
+    def weight(j: int) -> float:
+        size = abs(j)
+        share = math.factorial(m) ** 2 / (math.factorial(m - size) * math.factorial(m + size))
+        sign = 1.0 if size % 2 else -1.0
+        return sign * share / j
+
+    def value_at_zero(j: int) -> float:
+        return float(math.prod(i / (i - j) for i in nodes if i != j))
+
+    lower = tuple(weight(j) for j in nodes)
+    return Stencil(
+        upper=tuple(j * w for j, w in zip(nodes, lower, strict=True)),
+        lower=lower,
+        centre=tuple(value_at_zero(j) for j in nodes),
+    )
 
 
 @dataclass(frozen=True)
 class Phi:
-    """Phi = upper + lam * lower at one point on one sample per copy.
+    """Phi = upper + lam * lower, on one sample per point.
 
     Attributes:
-        upper: sum_j a_j * j * f(x, y_j); None where the sample has no part for f.
-        lower: sum_j a_j * g(x, y_j); None where the sample has no part for g.
+        upper: sum_i u_i * f(x, y_i); None where the sample has no part for f.
+        lower: sum_i w_i * g(x, y_i); None where the sample has no part for g.
         terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, detached
             and weighted by the share of the sample, so that those of several parts add up.
         leaves: what a backward pass leaves gradients on; nothing else that the objectives use is
@@ -171,24 +268,22 @@ def evaluate(
     problem: Problem,
     stencil: Stencil,
     x: Variable,
-    copies: Sequence[Variable],
+    points: Sequence[Variable],
     samples: Sequence[Sample],
 ) -> Phi:
-    """Phi(x, {y_j}), where the terms of copy j are evaluated on ``samples[j]``."""
+    """Phi(x, {y_i}), where the terms of point i are evaluated on ``samples[i]``."""
     upper = lower = None
     terms = {}
-    for node, weight, y, sample in zip(
-        stencil.nodes, stencil.weights, copies, samples, strict=True
-    ):
-        if node != 0 and sample.upper_share:
+    for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
+        if u and sample.upper_share:
             f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
-            upper = _added(upper, weight * node, f)
+            upper = _added(upper, u, f)
             terms[f"upper({x.name}, {y.name})"] = f.detach()
-        if sample.lower_share:
+        if w and sample.lower_share:
             g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            lower = _added(lower, weight, g)
+            lower = _added(lower, w, g)
             terms[f"lower({x.name}, {y.name})"] = g.detach()
-    leaves = [leaf for v in (x, *copies) for leaf in v.leaves if leaf.requires_grad]
+    leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
     return Phi(upper, lower, terms, leaves)
 
 

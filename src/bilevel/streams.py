@@ -27,6 +27,9 @@ from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError,
 
 DirectionSize: TypeAlias = int | Literal["all"] | None
 
+Nodes: TypeAlias = Sequence[tuple[bool, bool]]
+"""For each copy of the lower variable whether f, and whether g, is evaluated at it."""
+
 _BLOCK = 1 << 16  # indices drawn at a time: one call to the generator serves many minibatches
 
 
@@ -334,28 +337,32 @@ class Draw:
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
 
-    def inner(self, nodes: Sequence[int], shared: bool) -> list[Sample]:
-        """For each node of a stencil its sample for one inner step."""
+    def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
+        """For each point its sample for one inner step."""
         if shared:
             return [Sample(self.upper.next(), self.lower.next())] * len(nodes)
-        return [Sample(self.upper.next() if node else None, self.lower.next()) for node in nodes]
+        return [
+            Sample(self.upper.next() if f else None, self.lower.next() if g else None)
+            for f, g in nodes
+        ]
 
-    def direction(self, nodes: Sequence[int], shared: bool) -> Iterator[list[Sample]]:
-        """The samples behind one x direction: in parts, for each part one sample per node."""
+    def direction(self, nodes: Nodes, shared: bool) -> Iterator[list[Sample]]:
+        """The samples behind one x direction: in parts, for each part one sample per point."""
         if shared:
-            for sample in self._parts(with_upper=True):
+            for sample in self._parts(True, True):
                 yield [sample] * len(nodes)
             return
         absent = Sample(None, None, 0.0, 0.0)
-        for part in zip_longest(*(self._parts(bool(node)) for node in nodes), fillvalue=absent):
+        for part in zip_longest(*(self._parts(f, g) for f, g in nodes), fillvalue=absent):
             yield list(part)
 
-    def _parts(self, with_upper: bool) -> Iterator[Sample]:
+    def _parts(self, with_upper: bool, with_lower: bool) -> Iterator[Sample]:
         size, chunk = self.direction_batch_size, self.chunk_size
         absent = (None, 0.0)
         uppers = self.upper.parts(size, chunk) if with_upper else iter(())
+        lowers = self.lower.parts(size, chunk) if with_lower else iter(())
         for (upper, upper_share), (lower, lower_share) in zip_longest(
-            uppers, self.lower.parts(size, chunk), fillvalue=absent
+            uppers, lowers, fillvalue=absent
         ):
             yield Sample(upper, lower, upper_share, lower_share)
 

@@ -48,6 +48,8 @@ VARIANTS = [
         },
         steps=10,
     ),
+    Case("f2sa", {**CASES[0].settings, "scheme": "midpoint", "inner_steps": 2}, steps=10),
+    Case("f2sa", {**CASES[0].settings, "scheme": "central", "order": 4}, steps=10),
     Case("f3sa", {**CASES[1].settings, "recursion": "combined"}, steps=10),
 ]
 

@@ -297,7 +297,7 @@ def test_running_statistics_move_with_their_own_copys_inner_steps_only() -> None
         upper_data=inputs,
         lower_data=inputs,
     )
-    y, z = solver.state.copies
+    y, z = solver.state.points
     tracked = [c.value[0].num_batches_tracked for c in (y, z)]
     assert [int(t) for t in tracked] == [0, 0]  # construction evaluates, and puts them back
     solver.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from bilevel import theory
@@ -12,36 +13,39 @@ from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.updates import Update
-from bilevel.problem import FORWARD, Problem, Stencil, evaluate
+from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
 
-SCHEMES: dict[str, Stencil] = {"forward": FORWARD}
+SCHEMES = ("forward", "central", "midpoint")
 
 
 @dataclass
 class F2SAState(State):
-    """What F2SA carries: x, one copy of the lower variable per node, and how each moves.
+    """What F2SA carries: x, the points of its stencil, and how each moves.
 
     Attributes:
-        copies: the copies y_j in the order of the stencil's nodes; for F2SA the paper's (y, z).
+        points: the copies of the lower variable; for the forward scheme the paper's (y, z). In the
+            other schemes their centre comes last.
+        centre: which of the points is the lower solution.
         multiplier: lam of the last step taken, 0 before the first.
         x_update: how x moves.
         y_updates: how each of the copies moves.
     """
 
-    copies: list[Variable]
+    points: list[Variable]
+    centre: int
     multiplier: float
     x_update: Update
     y_updates: list[Update]
 
     @property
     def penalised(self) -> Variable:
-        return self.copies[0]
+        return self.points[0]
 
     @property
     def solution(self) -> Variable:
-        return self.copies[1]
+        return self.points[self.centre]
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,12 @@ class F2SA(PenaltyMethod[F2SAState]):
         inner_steps: T.
         penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / lam_k) must stay below 2. None: as
             lower_lr, which keeps y and z in lockstep.
-        scheme: "forward", the paper's.
+        scheme: which finite difference in 1/lam the x direction is. "forward", the paper's: bias
+            O(1/lam). "midpoint": f once, at the midpoint of two copies y+ and y- that are pulled
+            both ways; the same cost, bias O(1/lam^2), no condition on lam, and the lower solution
+            is the midpoint. "central": copies pulled both ways by f itself; bias O(1/lam^order).
+        order: of the central difference, 2, 4, ...; ``order`` copies are held. lam must be above
+            order/2 * L_f / mu_g, or the copies that f pushes away have no minimum.
         coupling: "shared" evaluates y and z on the same samples, so that the noise of their
             difference cancels; "independent" draws afresh for every term, as the paper's analysis
             has it, and pays with noise that grows with lam^2.
@@ -95,13 +104,14 @@ class F2SA(PenaltyMethod[F2SAState]):
 
     _: KW_ONLY
     inner_steps: int = 10
-    scheme: Literal["forward"] = "forward"
+    scheme: Literal["forward", "central", "midpoint"] = "forward"
+    order: int | None = None
     single_pass: bool = False
 
     algorithm = "f2sa"
     properties = Properties(
         order=1,
-        gradients="f: T + 1, g: 2T + 2 (single pass: f: T, g: 2T)",
+        gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
         copies=2,
         assumes="g strongly convex in y; f and g smooth",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 1",
@@ -111,21 +121,34 @@ class F2SA(PenaltyMethod[F2SAState]):
         super().__post_init__()
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
+        if self.order is not None:
+            check_count("order", self.order, least=2)
+            if self.scheme != "central" or self.order % 2:
+                raise ArgumentError(
+                    f"order={self.order!r} must be even, and is for scheme='central' only, "
+                    f"not for {self.scheme!r}"
+                )
 
-    @property
+    @cached_property
     def stencil(self) -> Stencil:
-        return SCHEMES[self.scheme]
+        """The finite difference behind the x direction."""
+        if self.scheme == "central":
+            return central(self.order or 2)
+        return MIDPOINT if self.scheme == "midpoint" else FORWARD
 
     @classmethod
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
-        copies = [y, y.clone("z")]
+        self._check_convexity(problem)
+        points = self.stencil.points(y)
+        copies = points[: len(self.stencil.lower)]
         return F2SAState(
             x=x,
             k=0,
-            copies=copies,
+            points=points,
+            centre=self.stencil.solution,
             multiplier=0.0,
             x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
             y_updates=[
@@ -139,7 +162,7 @@ class F2SA(PenaltyMethod[F2SAState]):
                 f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
                 f"single_pass=True, which takes the x direction from an inner minibatch"
             )
-        k, x, copies = state.k, state.x, state.copies
+        k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         lam = self.rates.multiplier_at(k, before=state.multiplier)
         gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
@@ -147,7 +170,7 @@ class F2SA(PenaltyMethod[F2SAState]):
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
-                phi = evaluate(problem, self.stencil, x, copies, draw.inner(nodes, shared))
+                phi = evaluate(problem, self.stencil, x, points, draw.inner(nodes, shared))
                 phi.backward(lam, k)
                 self._move_copies(state, lam, gamma, beta)
 
@@ -157,7 +180,7 @@ class F2SA(PenaltyMethod[F2SAState]):
             info = tally.info(x.grads(), lam)
             self._move_copies(state, lam, gamma, beta)
         else:
-            with held(*copies), buffers_kept(x, *copies):
+            with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
             info = tally.info(x.grads(), lam)
         state.x_update.apply(upper_lr)
@@ -175,16 +198,31 @@ class F2SA(PenaltyMethod[F2SAState]):
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
-            phi = evaluate(problem, self.stencil, state.x, state.copies, samples)
+            phi = evaluate(problem, self.stencil, state.x, state.points, samples)
             phi.backward(lam, state.k)
             tally.add(samples[0], phi.terms)
         state.x.require_finite_grads(state.k)
 
     def _move_copies(self, state: F2SAState, lam: float, gamma: float, beta: float) -> None:
-        """Each copy against its own direction: its part of grad Phi, divided by a_j * lam."""
-        for copy in state.copies:
+        """Each copy against its own direction: its part of grad Phi, divided by w_i * lam."""
+        self.stencil.spread(state.points)
+        copies = state.points[: len(state.y_updates)]
+        for copy in copies:
             copy.require_finite_grads(state.k)
-        for node, weight, update in zip(
-            self.stencil.nodes, self.stencil.weights, state.y_updates, strict=True
-        ):
-            update.apply(rate=beta if node else gamma, gain=1 / (weight * lam))
+        for copy, weight, update in zip(copies, self.stencil.lower, state.y_updates, strict=True):
+            rate = gamma if copy is state.solution else beta
+            update.apply(rate, gain=1 / (weight * lam))
+        self.stencil.recentre(state.points)
+
+    def _check_convexity(self, problem: Problem) -> None:
+        """Refuse a multiplier with which f, pushing copies away, overcomes the convexity of g."""
+        if self.scheme != "central" or problem.constants is None:
+            return
+        lam, least = self.rates.multiplier(0), -min(self.stencil.strengths)
+        needed = least * problem.constants.l_f1 / problem.constants.mu_g
+        if lam <= needed:
+            raise ArgumentError(
+                f"multiplier={lam!r} is too small for scheme='central', order={self.order or 2}: "
+                f"g - ({least:g} / multiplier) f is convex in y only above {needed:.4g}; use a "
+                f"larger multiplier, or scheme='midpoint', which needs no such condition"
+            )

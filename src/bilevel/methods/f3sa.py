@@ -124,8 +124,9 @@ class F3SA(PenaltyMethod[F3SAState]):
             raise ArgumentError(f"momentum must be at most 1, not {self.momentum!r}")
         _ = self.eta  # a bad momentum is refused at construction
 
-    @property
+    @cached_property
     def stencil(self) -> Stencil:
+        """The finite difference behind the x direction."""
         return FORWARD
 
     @classmethod

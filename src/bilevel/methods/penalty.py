@@ -49,7 +49,7 @@ class PenaltyMethod(DescentMethod[S]):
         super().__post_init__()
         check_choice("coupling", self.coupling, COUPLINGS)
 
-    @property
+    @cached_property
     def stencil(self) -> Stencil:
         """The finite difference behind the x direction."""
         raise NotImplementedError

@@ -49,7 +49,7 @@ class ReferenceF2SA(F2SA):
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
         f, g = problem.upper, problem.lower
-        x, (y, z), k = state.x, state.copies, state.k
+        x, (y, z), k = state.x, state.points, state.k
         shared = self.coupling == "shared"
         lam = self.rates.multiplier(k)
         gamma, alpha, xi_alpha = (

@@ -1,0 +1,187 @@
+"""The finite differences behind F2SA's direction: forward, central, midpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bilevel
+from bilevel.errors import ArgumentError
+from bilevel.problem import FORWARD, MIDPOINT, central
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.schedules import Power
+from tests.methods import recursions
+
+
+@pytest.mark.parametrize(
+    ("order", "weights"),
+    [
+        (2, [1 / 2]),
+        (4, [2 / 3, -1 / 12]),
+        (6, [3 / 4, -3 / 20, 1 / 60]),
+        (8, [4 / 5, -1 / 5, 4 / 105, -1 / 280]),
+    ],
+)
+def test_central_weights_are_the_known_ones(order: int, weights: list[float]) -> None:
+    stencil = central(order)
+    assert stencil.lower[0::2] == pytest.approx(weights)
+    assert stencil.lower[1::2] == pytest.approx([-w for w in weights])
+
+
+@pytest.mark.parametrize("order", [2, 4, 6, 8])
+def test_central_differentiates_and_interpolates_polynomials_exactly(order: int) -> None:
+    stencil = central(order)
+    nodes = np.array(stencil.strengths)
+    for degree in range(order + 1):
+        slope = np.dot(stencil.lower, nodes**degree)
+        assert slope == pytest.approx(1.0 if degree == 1 else 0.0, abs=1e-12)
+    for degree in range(order):
+        value = 1.0 if degree == 0 else 0.0
+        assert np.dot(stencil.upper, nodes**degree) == pytest.approx(value, abs=1e-12)
+        assert np.dot(stencil.centre, nodes**degree) == pytest.approx(value, abs=1e-12)
+
+
+def test_strengths_and_costs() -> None:
+    assert FORWARD.strengths == (1.0, 0.0)
+    assert MIDPOINT.strengths == (1.0, -1.0)
+    # one gradient of f and two of g, as F2SA
+    assert [sum(kind) for kind in zip(*MIDPOINT.nodes, strict=True)] == [1, 2]
+    assert [sum(kind) for kind in zip(*FORWARD.nodes, strict=True)] == [1, 2]
+
+
+def _method(scheme: str) -> bilevel.F2SA:
+    name, _, order = scheme.partition(" ")
+    return bilevel.F2SA(scheme=name, order=int(order) if order else None)  # type: ignore[arg-type]
+
+
+def test_directions_on_a_quadratic_are_the_closed_forms() -> None:
+    problem = Quadratic(condition=3.0, seed=2)
+    lam, x = 20.0, problem.x0
+    A, B, t = problem.A, problem.B, problem.t
+    identity = torch.eye(len(t), dtype=A.dtype)
+    residual = B @ x - t
+    expected = {
+        "forward": problem.rho * x
+        + lam * B.T @ A @ torch.linalg.solve(identity + lam * A, residual),
+        "central": problem.rho * x
+        + B.T @ A @ A @ torch.linalg.solve(A @ A - identity / lam**2, residual),
+        "midpoint": problem.gradient(x),  # exact where g is quadratic in y
+    }
+    for scheme, direction in expected.items():
+        check = bilevel.check_hypergradient(
+            problem, x, problem.y0, method=_method(scheme), multiplier=lam
+        )
+        torch.testing.assert_close(check.direction, direction, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "order", "multipliers"),
+    [
+        ("forward", 1, [50.0, 100.0, 200.0, 400.0]),
+        ("central", 2, [20.0, 40.0, 80.0, 160.0]),
+        ("midpoint", 2, [20.0, 40.0, 80.0, 160.0]),
+        ("central 4", 4, [20.0, 30.0, 40.0, 60.0]),
+    ],
+)
+def test_the_bias_falls_with_its_order(scheme: str, order: int, multipliers: list[float]) -> None:
+    problem = WeightedLogistic()
+    exact = problem.gradient(problem.x0)
+    errors = [
+        float(
+            (
+                bilevel.check_hypergradient(
+                    problem, problem.x0, problem.y0, method=_method(scheme), multiplier=lam
+                ).direction
+                - exact
+            ).norm()
+        )
+        for lam in multipliers
+    ]
+    slope, _ = np.polyfit(np.log(multipliers), np.log(errors), 1)
+    assert slope == pytest.approx(-order, abs=0.15)
+
+
+def test_at_multiplier_10_the_midpoint_is_20_times_closer_for_the_same_work() -> None:
+    problem = WeightedLogistic()
+    errors = {
+        scheme: bilevel.check_hypergradient(
+            problem, problem.x0, problem.y0, method=_method(scheme), multiplier=10.0
+        ).relative_error
+        for scheme in ("forward", "midpoint")
+    }
+    assert errors["forward"] > 20 * errors["midpoint"]
+
+
+BETA, UPPER, LAM = Power(0.3, 20, -0.4), Power(0.2, 20, -0.5), Power(20.0, 20, 0.2)
+
+
+@pytest.mark.parametrize("scheme", ["central", "midpoint"])
+@pytest.mark.parametrize("single_pass", [False, True])
+def test_iterates_equal_a_recursion_by_hand(scheme: Any, single_pass: bool) -> None:
+    problem = Quadratic(dim_x=4, dim_y=6, condition=3.0, seed=3)
+    method = bilevel.F2SA(BETA, UPPER, LAM, inner_steps=3, scheme=scheme, single_pass=single_pass)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    o = recursions.Oracle.of(problem)
+    x, y = problem.x0.numpy(), problem.y0.numpy()
+    up, down = y, y
+
+    def direction(x: Any, up: Any, down: Any, lam: float) -> Any:
+        return o.f_x(x) + lam / 2 * (o.g_x(x, up) - o.g_x(x, down))
+
+    for k in range(300):
+        lam = LAM(k)
+        for t in range(3):
+            if single_pass and t == 2:
+                early = direction(x, up, down, lam)
+            at = ((up + down) / 2, (up + down) / 2) if scheme == "midpoint" else (up, down)
+            pull, push = o.f_y(at[0]) / lam, o.f_y(at[1]) / lam
+            up, down = (
+                up - BETA(k) * (o.g_y(x, up) + pull),
+                down - BETA(k) * (o.g_y(x, down) - push),
+            )
+        x = x - UPPER(k) * (early if single_pass else direction(x, up, down, lam))
+        solver.step()
+    np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(solver.y.numpy(), (up + down) / 2, rtol=0, atol=1e-10)
+
+
+def test_the_report_is_taken_at_the_midpoint() -> None:
+    problem = Quadratic(seed=1)
+    method = bilevel.F2SA(0.5, 0.1, 5.0, scheme="midpoint")
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    x = solver.x
+    info = solver.step()
+    torch.testing.assert_close(info.upper, problem.upper(x, solver.y, None))
+    torch.testing.assert_close(info.lower, problem.lower(x, solver.y, None))
+    above = problem.lower(x, solver.state.penalised.value.detach(), None)
+    torch.testing.assert_close(info.gap, above - problem.lower(x, solver.y, None))
+
+
+def test_a_multiplier_too_small_for_convexity_is_refused_where_constants_are_known() -> None:
+    problem = Quadratic(condition=10.0)  # mu_g = 0.1, l_f1 = 1: order 4 needs more than 20
+    with pytest.raises(ArgumentError, match=r"multiplier=10\.0 is too small .* above 20"):
+        bilevel.Solver(problem, bilevel.F2SA(scheme="central", order=4), problem.x0, problem.y0)
+    bilevel.Solver(
+        problem,
+        bilevel.F2SA(scheme="central", order=4, multiplier=20.1),
+        problem.x0,
+        problem.y0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheme": "backward"}, r"scheme must be one of 'forward', .* not 'backward'"),
+        ({"scheme": "central", "order": 3}, "order=3 must be even"),
+        ({"scheme": "central", "order": 0}, "order must be a whole number of at least 2, not 0"),
+        ({"order": 2}, "order=2 .* is for scheme='central' only, not for 'forward'"),
+        ({"scheme": "midpoint", "order": 4}, "order=4 .* not for 'midpoint'"),
+    ],
+)
+def test_bad_schemes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        bilevel.F2SA(**arguments)
