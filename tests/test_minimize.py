@@ -408,9 +408,9 @@ def test_the_users_default_dtype_does_not_matter_and_is_kept() -> None:
 
 def test_progress_shows_the_losses_and_the_multiplier(capsys: pytest.CaptureFixture[str]) -> None:
     expected = minimize(steps=5)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     result = minimize(steps=5, progress=True)
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "5/5" in shown
     assert f"upper {result.history['upper'][-1]:.4g}" in shown
     assert torch.equal(result.x, expected.x)
@@ -422,7 +422,7 @@ def test_progress_says_what_a_step_reports() -> None:
     upper, lower, gap = (torch.tensor(value) for value in (1.25, 0.5, 3e-4))
     assert (
         describe(Info(3, 20.0, upper, lower, gap))
-        == "upper 1.25  lower 0.5  gap 3.00e-04  multiplier 20"
+        == "upper 1.25 lower 0.5 gap 3.0e-04 multiplier 20"
     )
     assert describe(Info(3, 20.0)) == "multiplier 20"
 

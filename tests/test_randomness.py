@@ -164,3 +164,20 @@ def test_a_saved_state_is_a_copy_and_goes_on_from_there() -> None:
     state["cpu"].zero_()
     with private:
         assert torch.equal(torch.randn(4), first)
+
+
+@pytest.mark.parametrize("method", ["f2sa", "f3sa", bilevel.F2SA(scheme="midpoint")])
+def test_copies_that_share_samples_share_dropout_masks(method: Any) -> None:
+    """With y = z and one mask the two g-terms are equal, so that f alone moves x: not at all."""
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return (x.sigmoid() * torch.nn.functional.dropout(y, 0.5) ** 2).sum()
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return 1e-9 * (y**2).sum()  # so weak that the copies stay together
+
+    solver = bilevel.Solver(bilevel.Problem(upper, lower), method, torch.ones(50), torch.ones(50))
+    for _ in range(5):
+        info = solver.step()
+    assert info.direction_norm is not None
+    assert info.direction_norm < 1e-6

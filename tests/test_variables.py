@@ -181,11 +181,27 @@ def test_a_frozen_parameter_given_as_a_tensor_is_a_copy_like_any_other(module_fi
     assert not module.weight.requires_grad
 
 
-def test_one_tensor_twice_stays_one() -> None:
-    shared = ones(2)
+def test_one_tensor_given_for_two_parts_is_two_variables() -> None:
+    start = ones(2)
+    copied = Variable.copy_of([start, {"again": start}, ones(1)], "y")
+    assert copied.names == ["y[0]", "y[1]['again']", "y[2]"]
+    assert copied.value[0] is not copied.value[1]["again"]
+
+
+def test_one_parameter_given_for_two_parts_stays_one() -> None:
+    shared = nn.Parameter(ones(2))
     copied = Variable.copy_of([shared, {"again": shared}, ones(1)], "y")
     assert copied.names == ["y[0]", "y[2]"]
     assert copied.value[0] is copied.value[1]["again"]
+
+
+def test_what_is_handed_out_shares_nothing_with_the_run() -> None:
+    module = frozen_linear()
+    handed = Variable.copy_of(module, "y").detached()
+    assert not handed.weight.requires_grad
+    with torch.no_grad():
+        handed.weight.add_(1)
+    assert torch.equal(handed.weight, module.weight + 1)
 
 
 def test_tied_parameters_stay_tied_within_a_copy() -> None:
@@ -285,7 +301,7 @@ def test_buffers_kept_puts_buffers_back_after_an_error() -> None:
 
 
 def test_structured_puts_one_tensor_per_leaf_where_the_leaf_was() -> None:
-    shared = ones(2)
+    shared = nn.Parameter(ones(2))
     value = {"a": [shared, None], "b": Pair(shared, frozen_linear()), "c": ones(3)}
     variable = Variable.copy_of(value, "x")
     new = [torch.full_like(leaf, float(i)) for i, leaf in enumerate(variable.leaves)]

@@ -3,12 +3,28 @@
     min_x  f(x, y*(x))   with   y*(x) = argmin_y g(x, y)
 
 Start with :class:`Problem` and :func:`minimize`; step by hand with :class:`Solver`; choose an
-algorithm with :class:`F2SA` or :class:`F3SA`; trust the result with :func:`check_hypergradient`.
+algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result with
+:func:`check_hypergradient`.
 """
 
 from bilevel import diagnostics, errors, problems, schedules, sets, theory
 from bilevel.diagnostics import check_hypergradient, hypergradient
-from bilevel.methods import F2SA, F3SA, METHODS
+from bilevel.methods import (
+    AID,
+    BOME,
+    F2BA,
+    F2SA,
+    F3SA,
+    ITD,
+    MASOBA,
+    MEHA,
+    METHODS,
+    SOBA,
+    SOBO,
+    VPBGD,
+    Nesterov,
+    NoBilevel,
+)
 from bilevel.minimize import Outcome, Result, minimize
 from bilevel.problem import Problem
 from bilevel.solver import Solver
@@ -16,9 +32,20 @@ from bilevel.solver import Solver
 __version__ = "0.1.0"
 
 __all__ = [
+    "AID",
+    "BOME",
+    "F2BA",
     "F2SA",
     "F3SA",
+    "ITD",
+    "MASOBA",
+    "MEHA",
     "METHODS",
+    "SOBA",
+    "SOBO",
+    "VPBGD",
+    "Nesterov",
+    "NoBilevel",
     "Outcome",
     "Problem",
     "Result",

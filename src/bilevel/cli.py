@@ -39,7 +39,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and end."),
     ] = False,
 ) -> None:
     pass
@@ -54,10 +55,12 @@ def demo(
     """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
     from bilevel.experiments import digits
 
+    _check_folders(json_file)
     console.print(
         "4,000 digits, 30% of their labels wrong; 500 trusted, 500 to test.\n"
         "Learning one weight per digit, so that a model trained with them does well on the "
-        "trusted ones ..."
+        "trusted ones ...",
+        soft_wrap=True,
     )
     outcome = _checked(digits.clean, seed=seed, steps=steps, progress=console.is_terminal)
     right = outcome.samples - outcome.wrong
@@ -70,6 +73,7 @@ def demo(
         f"with the learned weights: {outcome.accuracy_cleaned:.1%}.\n"
         f"Learning took {outcome.seconds:.1f} s.",
         highlight=False,
+        soft_wrap=True,
     )
     _write_json(json_file, outcome.to_json())
 
@@ -86,6 +90,9 @@ def rates(
     """Measure the six rates of convergence of F2SA and F3SA on a quadratic."""
     from bilevel.experiments import rates as experiment
 
+    if plot.suffix.lower() not in {".png", ".pdf", ".svg"}:
+        raise typer.BadParameter(f"{plot} must end in .png, .pdf or .svg", param_hint="--plot")
+    _check_folders(json_file, plot)
     with Progress(console=console) as progress:
         task = progress.add_task("running", total=experiment.CURVES)
 
@@ -101,10 +108,10 @@ def rates(
             workers=workers,
             on_curve=report,
         )
-    experiment.plot(reproduction, plot)
     console.print(_rates_table(reproduction.rates))
-    console.print(f"plot: {plot}")
     _write_json(json_file, reproduction.to_json())
+    experiment.plot(reproduction, plot)
+    console.print(f"plot: {plot}", soft_wrap=True)
 
 
 def _rates_table(rates: list[Any]) -> Table:
@@ -131,7 +138,17 @@ def _checked(function: Any, **arguments: Any) -> Any:
         raise typer.Exit(1) from error
 
 
+def _check_folders(*paths: Path | None) -> None:
+    """Make the folders of what will be written; fail before the work and not after it."""
+    for path in paths:
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise typer.BadParameter(f"cannot write {path}: {error}") from error
+
+
 def _write_json(path: Path | None, figures: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
-        console.print(f"figures: {path}")
+        console.print(f"figures: {path}", soft_wrap=True)

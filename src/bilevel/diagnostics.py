@@ -1,7 +1,8 @@
 """Exact hypergradients and what a run is measured against.
 
-Second derivatives are used here and only here. Nothing in this file is meant for the inside of a
-training loop: it answers "is my problem set up right?" and "how far is the method from the truth?".
+Second derivatives are used here and in the second-order methods only. Nothing in this file is meant
+for the inside of a training loop: it answers "is my problem set up right?" and "how far is the
+method from the truth?".
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError, ObjectiveError
+from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
 from bilevel.methods import Method, PenaltyMethod, method_of
+from bilevel.methods.implicit import Slope, conjugate_gradients, flat, gradient, unflat
 from bilevel.problem import Problem, Stencil, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
@@ -119,8 +121,12 @@ def check_hypergradient(
     """
     _refuse_y_set(problem)
     chosen = method_of(method)
-    if not isinstance(chosen, PenaltyMethod):
-        raise ArgumentTypeError(f"method must be a penalty method such as F2SA, not {chosen!r}")
+    stencil = chosen.stencil if isinstance(chosen, PenaltyMethod) else None
+    if not isinstance(chosen, PenaltyMethod) or stencil is None:
+        raise ArgumentTypeError(
+            f"method must be one whose x direction is a finite difference, such as F2SA, "
+            f"not {chosen!r}"
+        )
     lam = float(chosen.rates.multiplier(0) if multiplier is None else multiplier)
     if not 0 < lam < math.inf:
         raise ArgumentError(f"multiplier must be finite and greater than 0, not {lam!r}")
@@ -129,12 +135,12 @@ def check_hypergradient(
     with torch.enable_grad():
         _minimise(problem, at_x, at_y, sample, strength=0.0)
         exact = _implicit_gradient(problem, at_x, at_y, sample)
-        points = _solved_points(problem, chosen.stencil, lam, at_x, at_y, sample)
+        points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
         with held(*points):
-            phi = evaluate(problem, chosen.stencil, at_x, points, [sample] * len(points))
+            phi = evaluate(problem, stencil, at_x, points, [sample] * len(points))
             phi.backward(lam, step=0)
     direction = at_x.take_grads()
-    truth, found = _flat(exact), _flat(direction)
+    truth, found = flat(exact), flat(direction)
     return HypergradientCheck(
         exact=at_x.structured(exact),
         direction=at_x.structured(direction),
@@ -211,12 +217,12 @@ def _solved_points(
         if stencil.f_at_centre:
             with held(x):
                 f = problem.f(x, points[-1], sample.upper)
-                tilt = [g.detach() for g in _gradient(f, points[-1])]
-        before = _flat(points[0].leaves).detach().clone()
+                tilt = [g.detach() for g in gradient(f, points[-1].leaves)]
+        before = flat(points[0].leaves).detach().clone()
         for copy, strength in zip(points, stencil.strengths, strict=False):
             _minimise(problem, x, copy, sample, strength / lam, tilt)
         stencil.recentre(points)
-        moved = (_flat(points[0].leaves).detach() - before).norm()
+        moved = (flat(points[0].leaves).detach() - before).norm()
         if moved <= 100 * torch.finfo(before.dtype).eps * before.norm():
             break
     return points
@@ -224,21 +230,17 @@ def _solved_points(
 
 def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
     f = problem.f(x, y, sample.upper)
-    f_x = _gradient(f, x, retain_graph=True)
-    f_y = _flat(_gradient(f, y))
-    slope = _slope(problem.g(x, y, sample.lower), y)
-
-    def hessian_product(v: Tensor) -> Tensor:
-        return _flat(_gradient(slope, y, weights=v, retain_graph=True))
-
-    adjoint = _conjugate_gradients(hessian_product, f_y)
-    left = float((f_y - hessian_product(adjoint)).norm() / f_y.norm()) if f_y.any() else 0.0
+    f_x = gradient(f, x.leaves, retain_graph=True)
+    f_y = flat(gradient(f, y.leaves))
+    slope = Slope.of(problem.g(x, y, sample.lower), y.leaves, "the exact hypergradient")
+    adjoint = conjugate_gradients(slope.hessian_product, f_y)
+    left = float((f_y - slope.hessian_product(adjoint)).norm() / f_y.norm()) if f_y.any() else 0.0
     if not left <= torch.finfo(f_y.dtype).eps ** 0.5:
         raise NotConvergedError(
             f"conjugate gradients left a relative residual of {left:.2e}; the lower level is not "
             f"strongly convex here, or too badly conditioned for {f_y.dtype}"
         )
-    mixed = _gradient(slope, x, weights=adjoint)
+    mixed = slope.mixed_product(adjoint, x)
     return [a - b for a, b in zip(f_x, mixed, strict=True)]
 
 
@@ -258,7 +260,7 @@ def _minimise(
     def objective() -> Tensor:
         value = problem.g(x, y, sample.lower)
         if tilt is not None:
-            return value + strength * (_flat(tilt) @ _flat(y.leaves))
+            return value + strength * (flat(tilt) @ flat(y.leaves))
         return value + strength * problem.f(x, y, sample.upper) if strength else value
 
     eps = torch.finfo(y.leaves[0].dtype).eps
@@ -266,8 +268,9 @@ def _minimise(
         first = before = None
         for _ in range(100):
             value = objective()
-            slope = _slope(value, y)
-            size = float(slope.detach().norm())
+            slope = Slope.of(value, y.leaves, "the exact hypergradient")
+            descent = slope.vector.detach()
+            size = float(descent.norm())
             first = size if first is None else first
             if size <= 100 * eps * min(first, 1.0):
                 return
@@ -276,14 +279,8 @@ def _minimise(
             if tiny and before is not None and size > 0.5 * before:
                 return
             before = size
-
-            def hessian_product(v: Tensor, slope: Tensor = slope) -> Tensor:
-                return _flat(_gradient(slope, y, weights=v, retain_graph=True))
-
-            step = _conjugate_gradients(hessian_product, slope.detach())
-            if not _line_search(
-                objective, y, step, float(value.detach()), float(slope.detach() @ step)
-            ):
+            step = conjugate_gradients(slope.hessian_product, descent)
+            if not _line_search(objective, y, step, float(value.detach()), float(descent @ step)):
                 if tiny:
                     return
                 break
@@ -298,7 +295,7 @@ def _line_search(
     objective: Callable[[], Tensor], y: Variable, step: Tensor, value: float, decrease: float
 ) -> bool:
     """Move y against ``step``, halved until the objective falls; False: it does not."""
-    start = _flat(y.leaves).clone()
+    start = flat(y.leaves).clone()
     slack = 4 * torch.finfo(start.dtype).eps * abs(value)
     for halvings in range(40):
         length = 0.5**halvings
@@ -309,75 +306,6 @@ def _line_search(
     return False
 
 
-def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
-    """The solution of H v = b for a positive definite H given by its products."""
-    solution = torch.zeros_like(b)
-    residual = b.clone()
-    direction = residual.clone()
-    squared = residual @ residual
-    eps = torch.finfo(b.dtype).eps
-    target = (10 * eps) ** 2 * squared
-    steepest = 0.0
-    for _ in range(10 * len(b) + 10_000):  # rounding may ask for many more than len(b)
-        if squared <= target:
-            break
-        image = product(direction)
-        curvature = float(direction @ image / (direction @ direction))
-        steepest = max(steepest, abs(curvature))
-        if not curvature > 10 * eps * steepest:
-            kind = "convex" if curvature < -10 * eps * steepest else "strongly convex"
-            raise NotConvergedError(
-                f"the lower level is not {kind} here: its Hessian has the curvature "
-                f"{curvature:.2e} along a direction"
-            )
-        length = squared / (direction @ image)
-        solution = solution + length * direction
-        residual = residual - length * image
-        before, squared = squared, residual @ residual
-        direction = residual + (squared / before) * direction
-    return solution
-
-
-def _slope(value: Tensor, y: Variable) -> Tensor:
-    """The gradient in y as one vector that can be differentiated again."""
-    if not value.requires_grad:
-        raise ObjectiveError(
-            "lower(x, y, batch) does not depend on y through differentiable operations"
-        )
-    slope = _flat(_gradient(value, y, create_graph=True))
-    if not slope.requires_grad:
-        raise ObjectiveError(
-            "lower(x, y, batch) cannot be differentiated twice in y, or is linear in it; the exact "
-            "hypergradient needs second derivatives, the first-order methods do not"
-        )
-    return slope
-
-
-def _gradient(
-    value: Tensor,
-    of: Variable,
-    *,
-    weights: Tensor | None = None,
-    create_graph: bool = False,
-    retain_graph: bool | None = None,
-) -> list[Tensor]:
-    """The gradient in a variable of ``value``, or of its product with ``weights``."""
-    grads = torch.autograd.grad(
-        value,
-        of.leaves,
-        grad_outputs=weights,
-        create_graph=create_graph,
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, of.leaves, strict=True)]
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _write(variable: Variable, flat: Tensor) -> None:
-    sizes = [leaf.numel() for leaf in variable.leaves]
-    for leaf, part in zip(variable.leaves, torch.split(flat, sizes), strict=True):
-        leaf.copy_(part.reshape(leaf.shape))
+def _write(variable: Variable, vector: Tensor) -> None:
+    for leaf, part in zip(variable.leaves, unflat(vector, variable.leaves), strict=True):
+        leaf.copy_(part)

@@ -82,8 +82,9 @@ class NonFiniteError(RunError, ArithmeticError):
         self.quantity = quantity
         super().__init__(
             f"{quantity} is not finite at step {step}; the last finite state is in this "
-            f"exception's 'state'. The usual cause is a step size too large for the curvature: try "
-            f"a smaller lower_lr or upper_lr, or a smaller multiplier"
+            f"exception's 'state'. Usual causes: a step size too large for the curvature (a "
+            f"smaller lower_lr or upper_lr, or a larger multiplier, helps), or data or a function "
+            f"that is not finite there"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -39,13 +39,14 @@ class Outcome(Enum):
     BROKEN = "an error ended the run"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Result:
     """What a run found.
 
     Attributes:
         x: the upper variable, in the structure of x0.
-        y: the copy of the lower variable that solves the lower level, in the structure of y0.
+        y: the copy of the lower variable that solves the lower level, in the structure of y0; for
+            the last iterate x_K it was fitted at x_{K-1}.
         history: arrays of one length, one entry per recorded step: "step", "seconds", "upper",
             "lower", "gap", "multiplier", "direction_norm"; see :class:`bilevel.methods.Info`.
         steps: how many outer steps were taken.
@@ -61,6 +62,12 @@ class Result:
     seconds: float
     outcome: Outcome
     selected_step: int
+
+    def __repr__(self) -> str:
+        return (
+            f"Result(outcome={self.outcome.name}, steps={self.steps}, "
+            f"seconds={self.seconds:.3g}, recorded={len(self.history['step'])})"
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """The history as a pandas DataFrame."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, NonFiniteError, ObjectiveError
+from bilevel.randomness import Rewind
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
@@ -270,15 +271,27 @@ def evaluate(
     x: Variable,
     points: Sequence[Variable],
     samples: Sequence[Sample],
+    rewind: Rewind | None = None,
 ) -> Phi:
-    """Phi(x, {y_i}), where the terms of point i are evaluated on ``samples[i]``."""
+    """Phi(x, {y_i}), where the terms of point i are evaluated on ``samples[i]``.
+
+    Points that share their sample also share what the objectives draw at random. ``rewind`` makes
+    the whole evaluation draw what an earlier one did.
+    """
     upper = lower = None
     terms = {}
+    rewind = Rewind(x.device) if rewind is None else rewind
+    rewind()
+    shared = all(sample is samples[0] for sample in samples)
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
+        if shared:
+            rewind()
         if u and sample.upper_share:
             f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
             upper = _added(upper, u, f)
             terms[f"upper({x.name}, {y.name})"] = f.detach()
+        if shared:
+            rewind()
         if w and sample.lower_share:
             g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
             lower = _added(lower, w, g)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 from bilevel.methods import Info
@@ -21,10 +21,10 @@ class Meter:
 
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[losses]}"),
+            console=Console(stderr=True),
         )
         self._task = self._progress.add_task("", total=steps, losses="")
         self._steps = steps
@@ -51,6 +51,6 @@ def describe(info: Info) -> str:
     if info.upper is None or info.lower is None or info.gap is None:
         return f"multiplier {info.multiplier:.4g}"
     return (
-        f"upper {float(info.upper):.4g}  lower {float(info.lower):.4g}  "
-        f"gap {float(info.gap):.2e}  multiplier {info.multiplier:.4g}"
+        f"upper {float(info.upper):.4g} lower {float(info.lower):.4g} "
+        f"gap {float(info.gap):.1e} multiplier {info.multiplier:.4g}"
     )

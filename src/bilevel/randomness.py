@@ -57,3 +57,21 @@ class PrivateRandomness:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from saved states."""
         self._state = {key: value.clone() for key, value in state.items()}
+
+
+class Rewind:
+    """Calling it puts torch's global generator back to where it was when this was made.
+
+    Copies that are evaluated on the same samples must also see the same dropout masks, or the
+    multiplier amplifies the difference of two masks as it would that of two samples.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._state = torch.get_rng_state()
+        self._cuda_state = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+
+    def __call__(self) -> None:
+        torch.set_rng_state(self._state)
+        if self._cuda_state is not None and self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._cuda)

@@ -50,6 +50,10 @@ class Power:
     offset: float
     exponent: float
 
+    def __post_init__(self) -> None:
+        if not self.offset > 0:
+            raise ArgumentError(f"offset must be greater than 0, not {self.offset!r}")
+
     def __call__(self, k: Any) -> Any:
         return self.value * ((k + self.offset) / self.offset) ** self.exponent
 
@@ -61,6 +65,10 @@ class Ramp:
     start: float
     end: float
     steps: int
+
+    def __post_init__(self) -> None:
+        if not self.steps >= 1:
+            raise ArgumentError(f"steps must be at least 1, not {self.steps!r}")
 
     def __call__(self, k: Any) -> Any:
         if isinstance(k, int | float):

@@ -28,17 +28,20 @@ Projection: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Box:
-    """``{v : low <= v_i <= high}``; a bound may be infinite."""
+    """``{v : low <= v_i <= high}``; a bound is a number, which may be infinite, or a tensor."""
 
-    low: float
-    high: float
+    low: float | Tensor
+    high: float | Tensor
 
     def __post_init__(self) -> None:
-        if not self.low <= self.high:  # also refuses NaN
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if not isinstance(bound, int | float | Tensor):
+                raise ArgumentTypeError(f"Box needs a number or a tensor as {name}, not {bound!r}")
+        if not bool(torch.as_tensor(self.low <= self.high).all()):  # also refuses NaN
             raise ArgumentError(f"Box needs low <= high, not low={self.low!r}, high={self.high!r}")
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.clamp(self.low, self.high)
+        return torch.clamp(tensor, self.low, self.high)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def _collect(node: Any, wanted: Any, path: str, found: dict[int, Projection]) ->
         return
     if isinstance(node, nn.Module) and (callable(wanted) or isinstance(wanted, dict)):
         node = {name: p for name, p in node.named_parameters() if p.requires_grad}
+    if isinstance(wanted, type):
+        raise ArgumentTypeError(f"{path} is the class {wanted.__name__}; give an instance of it")
     if callable(wanted):
         if isinstance(node, Tensor):
             found[id(node)] = wanted

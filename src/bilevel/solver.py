@@ -93,8 +93,10 @@ class Solver:
                 f"x0 is on {x.device} and y0 on {y.device}; move one, or give device="
             )
         for variable, name in ((x, "x0"), (y, "y0")):
-            if not all(bool(torch.isfinite(leaf).all()) for leaf in variable.leaves):
-                raise ArgumentError(f"{name} is not finite: {variable.value!r}")
+            for path, leaf in zip(variable.names, variable.leaves, strict=True):
+                if not bool(torch.isfinite(leaf).all()):
+                    where = name + path.removeprefix(variable.name)
+                    raise ArgumentError(f"{where} holds a number that is not finite")
         seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
         self._randomness = PrivateRandomness(seeds[2] >> 1, x.device)
         upper, lower = (
@@ -120,7 +122,7 @@ class Solver:
             ]
             raise ArgumentError(
                 f"batch_size={batch_size!r} is for data that is sampled here, but "
-                f"{' and '.join(own)} has its own batches; leave batch_size out"
+                f"{' and '.join(own)} brings its own batches; leave batch_size out"
             )
         self.draw = Draw(
             upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
@@ -148,7 +150,9 @@ class Solver:
         """One outer step; what it reports.
 
         Without ``measure`` the losses are not evaluated only to be reported. A non-finite loss or
-        gradient raises :class:`bilevel.errors.NonFiniteError` before it is applied to anything.
+        gradient raises :class:`bilevel.errors.NonFiniteError` before it is applied to anything; the
+        state is then finite, in the middle of the step. (What an optimizer of the user's own makes
+        of finite gradients is seen at the next evaluation.)
         """
         try:
             with self._randomness, torch.enable_grad():
@@ -177,12 +181,29 @@ class Solver:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, bit for bit, in a solver made with the same arguments."""
-        if state.get("method") != type(self.method).__name__:
+        """Go on from a saved state, bit for bit, in a solver made with the same arguments.
+
+        A state that does not fit is refused, and the solver is as it was before.
+        """
+        if not isinstance(state, dict) or state.get("method") != type(self.method).__name__:
+            saver = state.get("method") if isinstance(state, dict) else type(state).__name__
             raise StateError(
-                f"the state was saved by {state.get('method')!r}, but this solver runs "
+                f"the state was saved by {saver!r}, but this solver runs "
                 f"{type(self.method).__name__!r}"
             )
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            self._load(before)
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"the state does not fit this solver; was it saved with other data or another "
+                f"problem? ({type(error).__name__}: {error})"
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.state.load_state_dict(state["state"])
         with self._randomness:
             self.draw.load_state_dict(state["draw"])

@@ -82,16 +82,33 @@ class Variable:
             )
 
     @classmethod
-    def copy_of(cls, value: Any, name: str, device: torch.device | None = None) -> Variable:
-        """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched."""
+    def copy_of(
+        cls,
+        value: Any,
+        name: str,
+        device: torch.device | None = None,
+        share_frozen: bool = True,
+    ) -> Variable:
+        """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched.
+
+        A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
+        Without ``share_frozen``, parameters that require no gradient are copied too.
+        """
         # a bad structure is named by the user's own paths before anything is copied
         moved = {id(leaf) for leaf in cls(value, name).leaves}
+        share = share_frozen and device is None
         memo: dict[int, Any] = {}
         nodes = [node for _, node in _walk(value, name)]
         # modules first: a parameter that also stands beside its module stays a parameter of it
         for node in sorted(nodes, key=lambda node: isinstance(node, Tensor)):
-            _copy(node, memo, device, moved)
-        copied = _map(value, lambda node: memo[id(node)])
+            _copy(node, memo, device, moved, share)
+
+        def copy_for(node: Tensor | nn.Module) -> Any:
+            if isinstance(node, nn.Module | nn.Parameter):
+                return memo[id(node)]
+            return memo[id(node)].clone()  # one zeros(3) given for two parts is two variables
+
+        copied = _map(value, copy_for)
         cls(copied, name).requires_grad_(True)
         return cls(
             copied, name
@@ -141,9 +158,17 @@ class Variable:
         for leaf, grad in zip(self.leaves, grads, strict=True):
             leaf.grad = grad
 
-    def require_finite_grads(self, step: int) -> None:
-        """Raise :class:`~bilevel.errors.NonFiniteError` unless all gradients are finite."""
-        require_finite(step, self._gradient_names, self.grads())
+    def require_finite_grads(self, step: int, rate: float = 1.0) -> None:
+        """Raise :class:`~bilevel.errors.NonFiniteError` unless all gradients are finite.
+
+        A step of length ``rate`` along them must not overflow either.
+        """
+        grads = self.grads()
+        peak = torch.stack(torch._foreach_norm(grads, ord=math.inf)).max().item()
+        if abs(rate) * peak <= torch.finfo(grads[0].dtype).max / 4:  # false for NaN
+            return
+        require_finite(step, self._gradient_names, grads)
+        raise NonFiniteError(step, f"the step of {self.name}")
 
     @torch.no_grad()
     def assign(self, other: Variable) -> None:
@@ -168,7 +193,7 @@ class Variable:
 
     def detached(self) -> Any:
         """A copy of the value for the user to keep; its tensors do not require gradients."""
-        kept = self.clone()
+        kept = Variable.copy_of(self.value, self.name, share_frozen=False)
         for _, node in _walk(kept.value, self.name):
             if isinstance(node, Tensor):
                 node.requires_grad_(False)
@@ -227,6 +252,61 @@ def buffers_kept(*variables: Variable) -> Iterator[None]:
             owner._buffers[name] = buffer  # a forward pass may have put another in its place
 
 
+@contextmanager
+def buffers_copied(*variables: Variable) -> Iterator[None]:
+    """Inside, the buffers are copies, which a graph may keep; afterwards their values are taken on.
+
+    What a forward pass changes in place later must not be held by a graph that is still needed.
+    """
+    copies: dict[int, Tensor] = {}
+    saved = [
+        (owner, name, buffer)
+        for variable in variables
+        for module in variable._modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in saved:
+        owner._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    try:
+        yield
+    finally:
+        for owner, name, buffer in saved:
+            latest = owner._buffers[name]
+            if latest is not None:
+                buffer.copy_(latest)
+            owner._buffers[name] = buffer
+
+
+@contextmanager
+def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the objectives see ``tensors`` where the leaves of the variable are.
+
+    They may depend on other tensors, which the leaves of a module cannot.
+    """
+    by_leaf = dict(zip(map(id, variable.leaves), tensors, strict=True))
+    value = variable.value
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (owner._parameters, name, leaf)
+        for module in variable._modules
+        for owner in module.modules()
+        for name, leaf in owner._parameters.items()
+        if id(leaf) in by_leaf and leaf is not None
+    ]
+    try:
+        for parameters, name, leaf in places:
+            parameters[name] = by_leaf[id(leaf)]
+        variable.value = _map(
+            value, lambda node: node if isinstance(node, nn.Module) else by_leaf[id(node)]
+        )
+        yield
+    finally:
+        for parameters, name, leaf in places:
+            parameters[name] = leaf
+        variable.value = value
+
+
 def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
     """Raise :class:`~bilevel.errors.NonFiniteError` for the first tensor that is not finite.
 
@@ -283,7 +363,11 @@ def _map(node: Any, function: Callable[[Tensor | nn.Module], Any]) -> Any:
 
 
 def _copy(
-    node: Tensor | nn.Module, memo: dict[int, Any], device: torch.device | None, moved: set[int]
+    node: Tensor | nn.Module,
+    memo: dict[int, Any],
+    device: torch.device | None,
+    moved: set[int],
+    share: bool,
 ) -> None:
     """Put a copy of ``node`` into ``memo``; ``moved`` are the ids of what may not be shared."""
     if id(node) in memo:  # a tensor or module that occurs twice stays one
@@ -293,7 +377,7 @@ def _copy(
             device=device, copy=True, memory_format=torch.contiguous_format
         )
     else:
-        if device is None:
+        if share:
             frozen = (p for p in node.parameters() if not p.requires_grad)
             memo.update((id(p), p) for p in frozen if id(p) not in moved)
         fresh = copy.deepcopy(node, memo)  # which leaves gradients behind

@@ -24,7 +24,8 @@ import numpy.typing as npt
 import torch
 
 from bilevel import theory
-from bilevel.methods import F2SA, F3SA, PenaltyMethod
+from bilevel.methods import F2SA, F3SA
+from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic
 from bilevel.solver import Solver
 
@@ -62,7 +63,7 @@ class Settings:
     x_step: float
 
 
-METHODS: dict[str, type[PenaltyMethod[Any]]] = {"f2sa": F2SA, "f3sa": F3SA}
+METHODS: dict[str, type[PaperMethod[Any]]] = {"f2sa": F2SA, "f3sa": F3SA}
 SETTINGS = {
     "f2sa": Settings(k0=2.0, lam0=10.0, x_step=2.0),
     "f3sa": Settings(k0=15.0, lam0=10.0, x_step=1.0),
@@ -168,7 +169,7 @@ def measure(
     return Curve(recorded.astype(float), np.array(values), float(slope))
 
 
-def method_for(constants: theory.Constants, algorithm: str, regime: str) -> PenaltyMethod[Any]:
+def method_for(constants: theory.Constants, algorithm: str, regime: str) -> PaperMethod[Any]:
     """The method with the theorem's exponents and the constants of :data:`SETTINGS`."""
     chosen = SETTINGS[algorithm]
     exponents = theory.REGIMES[algorithm][regime]

@@ -6,12 +6,36 @@ from types import MappingProxyType
 from typing import Any
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.methods.aid import AID
 from bilevel.methods.base import Info, Method, Properties, State
+from bilevel.methods.bome import BOME
+from bilevel.methods.f2ba import F2BA, Nesterov
 from bilevel.methods.f2sa import F2SA
 from bilevel.methods.f3sa import F3SA
+from bilevel.methods.itd import ITD
+from bilevel.methods.meha import MEHA
+from bilevel.methods.no_bilevel import NoBilevel
 from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.soba import MASOBA, SOBA
+from bilevel.methods.sobo import SOBO
+from bilevel.methods.vpbgd import VPBGD
 
-METHODS: MappingProxyType[str, type[Method[Any]]] = MappingProxyType({"f2sa": F2SA, "f3sa": F3SA})
+METHODS: MappingProxyType[str, type[Method[Any]]] = MappingProxyType(
+    {
+        "f2sa": F2SA,
+        "f3sa": F3SA,
+        "f2ba": F2BA,
+        "bome": BOME,
+        "vpbgd": VPBGD,
+        "meha": MEHA,
+        "sobo": SOBO,
+        "soba": SOBA,
+        "ma-soba": MASOBA,
+        "aid": AID,
+        "itd": ITD,
+        "no-bilevel": NoBilevel,
+    }
+)
 """The methods by name; each class says in ``properties`` what it uses and assumes."""
 
 
@@ -33,11 +57,22 @@ def method_of(method: str | Method[Any]) -> Method[Any]:
 
 
 __all__ = [
+    "AID",
+    "BOME",
+    "F2BA",
     "F2SA",
     "F3SA",
+    "ITD",
+    "MASOBA",
+    "MEHA",
     "METHODS",
+    "SOBA",
+    "SOBO",
+    "VPBGD",
     "Info",
     "Method",
+    "Nesterov",
+    "NoBilevel",
     "PenaltyMethod",
     "Properties",
     "State",

@@ -11,7 +11,7 @@ from bilevel import theory
 from bilevel.checks import check_choice, check_count
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
-from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, central, evaluate
 from bilevel.streams import Draw, Sample
@@ -49,7 +49,7 @@ class F2SAState(State):
 
 
 @dataclass(frozen=True)
-class F2SA(PenaltyMethod[F2SAState]):
+class F2SA(PaperMethod[F2SAState]):
     """F2SA: bilevel optimization with gradients of f and g alone.
 
     With z following y*(x) = argmin_y g(x, y) and y following
@@ -58,9 +58,9 @@ class F2SA(PenaltyMethod[F2SAState]):
         repeat T times, at fixed x_k and lam_k:
             z <- z - gamma_k * grad_y g(x_k, z)
             y <- y - beta_k * ( grad_y g(x_k, y) + grad_y f(x_k, y) / lam_k )
-        x <- x_k - eta_k * ( grad_x f(x_k, y) + lam_k * ( grad_x g(x_k, y) - grad_x g(x_k, z) ) )
+        x <- x_k - s_k * ( grad_x f(x_k, y) + lam_k * ( grad_x g(x_k, y) - grad_x g(x_k, z) ) )
 
-    which is the paper's Algorithm 1 with beta_k = alpha_k * lam_k and eta_k = xi * alpha_k. The x
+    which is the paper's Algorithm 1 with beta_k = alpha_k * lam_k and s_k = xi * alpha_k. The x
     direction differs from the gradient of F(x) = f(x, y*(x)) by O(1/lam). All directions are parts
     of the gradient of one scalar (see :mod:`bilevel.problem`), so an inner step is one forward and
     one backward pass. Every rate is a float or a function of k.
@@ -68,7 +68,7 @@ class F2SA(PenaltyMethod[F2SAState]):
     Args:
         lower_lr: gamma_k, the step of z; it must stay below 2 / L_g, where L_g is the curvature of
             g in y. None: 0.1.
-        upper_lr: eta_k, the step of x. None: 0.1.
+        upper_lr: s_k, the step of x. None: 0.1.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias.
         inner_steps: T.
         penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / lam_k) must stay below 2. None: as
@@ -79,9 +79,9 @@ class F2SA(PenaltyMethod[F2SAState]):
             is the midpoint. "central": copies pulled both ways by f itself; bias O(1/lam^order).
         order: of the central difference, 2, 4, ...; ``order`` copies are held. lam must be above
             order/2 * L_f / mu_g, or the copies that f pushes away have no minimum.
-        coupling: "shared" evaluates y and z on the same samples, so that the noise of their
-            difference cancels; "independent" draws afresh for every term, as the paper's analysis
-            has it, and pays with noise that grows with lam^2.
+        coupling: "shared" evaluates y and z on the same samples, and with the same dropout masks,
+            so that the noise of their difference cancels; "independent" draws afresh for every
+            term, as the paper's analysis has it, and pays with noise that grows with lam^2.
         single_pass: take the x direction from the last inner evaluation (same samples, y and z
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
@@ -177,11 +177,13 @@ class F2SA(PenaltyMethod[F2SAState]):
         tally = Tally(problem, state, measure)
         if self.single_pass:
             self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
+            x.require_finite_grads(k, upper_lr)
             info = tally.info(x.grads(), lam)
             self._move_copies(state, lam, gamma, beta)
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
+            x.require_finite_grads(k, upper_lr)
             info = tally.info(x.grads(), lam)
         state.x_update.apply(upper_lr)
 
@@ -201,17 +203,20 @@ class F2SA(PenaltyMethod[F2SAState]):
             phi = evaluate(problem, self.stencil, state.x, state.points, samples)
             phi.backward(lam, state.k)
             tally.add(samples[0], phi.terms)
-        state.x.require_finite_grads(state.k)
 
     def _move_copies(self, state: F2SAState, lam: float, gamma: float, beta: float) -> None:
         """Each copy against its own direction: its part of grad Phi, divided by w_i * lam."""
         self.stencil.spread(state.points)
-        copies = state.points[: len(state.y_updates)]
-        for copy in copies:
-            copy.require_finite_grads(state.k)
-        for copy, weight, update in zip(copies, self.stencil.lower, state.y_updates, strict=True):
-            rate = gamma if copy is state.solution else beta
-            update.apply(rate, gain=1 / (weight * lam))
+        moves = [
+            (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
+            for copy, update, weight in zip(
+                state.points, state.y_updates, self.stencil.lower, strict=False
+            )
+        ]
+        for copy, _, rate, gain in moves:
+            copy.require_finite_grads(state.k, rate * gain)
+        for _, update, rate, gain in moves:
+            update.apply(rate, gain)
         self.stencil.recentre(state.points)
 
     def _check_convexity(self, problem: Problem) -> None:

@@ -14,9 +14,10 @@ from bilevel import theory
 from bilevel.checks import check_choice
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
-from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update
 from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
+from bilevel.randomness import Rewind
 from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -39,6 +40,7 @@ class F3SAState(State):
         z_estimate: of grad_y g at z.
         x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
         multiplier: lam of the last step taken, 0 before the first.
+        midway: whether a step was begun and not finished; the estimators then start afresh.
         x_update, y_update, z_update: how each variable moves.
     """
 
@@ -49,6 +51,7 @@ class F3SAState(State):
     z_estimate: list[Tensor]
     x_estimates: Gradients
     multiplier: float
+    midway: bool
     x_update: Update
     y_update: Update
     z_update: Update
@@ -63,7 +66,7 @@ class F3SAState(State):
 
 
 @dataclass(frozen=True)
-class F3SA(PenaltyMethod[F3SAState]):
+class F3SA(PaperMethod[F3SAState]):
     """F3SA: F2SA with one inner step and variance-reduced gradients.
 
     Every gradient q of :class:`~bilevel.F2SA` is replaced by a recursive estimator h that evaluates
@@ -76,7 +79,7 @@ class F3SA(PenaltyMethod[F3SAState]):
 
         z <- z - gamma_k * h_z
         y <- y - beta_k * ( h_gy + h_fy / lam_k )
-        x <- x - eta * ( h_fx + lam_k * ( h_gxy - h_gxz ) )       (eta: upper_lr)
+        x <- x - s_k * ( h_fx + lam_k * ( h_gxy - h_gxz ) )       (s_k: upper_lr)
 
     where the x estimators are taken at the new y and z. Because h_gxy and h_gxz obey one linear
     recursion on one sample, their difference is kept instead of both.
@@ -155,6 +158,7 @@ class F3SA(PenaltyMethod[F3SAState]):
             z_estimate=_zeros(z, 1)[0],
             x_estimates=_zeros(x, terms),
             multiplier=0.0,
+            midway=False,
             x_update=x_update,
             y_update=y_update,
             z_update=z_update,
@@ -170,20 +174,22 @@ class F3SA(PenaltyMethod[F3SAState]):
             self.rates.penalty_at(k),
             self.rates.upper_at(k),
         )
-        eta = self._eta_at(k)
+        eta = 1.0 if state.midway else self._eta_at(k)
+        state.midway = True
 
         # y and z: the estimators at (x_k, y_k, z_k), then the step to y_{k+1}, z_{k+1}
         samples = draw.inner(self.stencil.nodes, self.shared)
-        fresh = self._lower_gradients(problem, k, lam, x, y, z, samples)
+        rewind = Rewind(x.device)
+        fresh = self._lower_gradients(problem, k, lam, (x, y, z), samples, rewind)
         stale = None
         if eta < 1:
             with buffers_kept(x_before, y_before, z_before):
-                stale = self._lower_gradients(
-                    problem, k, lam_before, x_before, y_before, z_before, samples
-                )
+                stale = self._lower_gradients(problem, k, lam_before, state.before, samples, rewind)
         _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
         y.set_grads(self._direction(state.y_estimates, lam))
         z.set_grads([h.clone() for h in state.z_estimate])
+        y.require_finite_grads(k, beta / lam)
+        z.require_finite_grads(k, gamma)
         y_before.assign(y)
         z_before.assign(z)
         state.y_update.apply(beta, gain=1 / lam)
@@ -196,19 +202,22 @@ class F3SA(PenaltyMethod[F3SAState]):
         variables = (x, y, z, *state.before)
         with held(y, z, y_before, z_before), buffers_kept(*variables):
             for part in draw.direction(self.stencil.nodes, shared=True):
-                phi = evaluate(problem, self.stencil, x, [y, z], part)
+                rewind = Rewind(x.device)
+                phi = evaluate(problem, self.stencil, x, [y, z], part, rewind)
                 self._add_x_gradients(fresh, phi, k, lam, x)
                 tally.add(part[0], phi.terms)
                 if stale is not None:
-                    phi = evaluate(problem, self.stencil, x_before, [y_before, z_before], part)
+                    before = [y_before, z_before]
+                    phi = evaluate(problem, self.stencil, x_before, before, part, rewind)
                     self._add_x_gradients(stale, phi, k, lam_before, x_before)
         _recur(state.x_estimates, fresh, stale, eta)
         x.set_grads(self._direction(state.x_estimates, lam))
+        x.require_finite_grads(k, upper_lr)
         info = tally.info(x.grads(), lam)
         x_before.assign(x)
         state.x_update.apply(upper_lr)
 
-        state.k, state.multiplier = k + 1, lam
+        state.k, state.multiplier, state.midway = k + 1, lam, False
         return info
 
     def _eta_at(self, k: int) -> float:
@@ -235,14 +244,14 @@ class F3SA(PenaltyMethod[F3SAState]):
         problem: Problem,
         k: int,
         lam: float,
-        x: Variable,
-        y: Variable,
-        z: Variable,
+        point: Sequence[Variable],
         samples: Sequence[Sample],
+        rewind: Rewind,
     ) -> Gradients:
-        """For y the gradient of each term, then for z that of g."""
+        """For y the gradient of each term, then for z that of g, at a point (x, y, z)."""
+        x, y, z = point
         with held(x):
-            phi = evaluate(problem, self.stencil, x, [y, z], samples)
+            phi = evaluate(problem, self.stencil, x, [y, z], samples, rewind)
             gradients = []
             for term in self._terms(phi, lam):
                 assert term is not None, "an inner sample has all terms"

@@ -14,7 +14,7 @@ from bilevel.methods.updates import PenaltyRates, rate_or_optimizer
 from bilevel.problem import Stencil
 from bilevel.schedules import Rate, as_schedule
 
-P = TypeVar("P", bound="PenaltyMethod[Any]")
+P = TypeVar("P", bound="PaperMethod[Any]")
 
 COUPLINGS = ("shared", "independent")
 
@@ -23,19 +23,7 @@ COUPLINGS = ("shared", "independent")
 class PenaltyMethod(DescentMethod[S]):
     """A method on Phi(x, {y_j}), see :mod:`bilevel.problem`.
 
-    Args:
-        lower_lr: gamma_k, the step of z, the copy that solves the lower level; it must stay below
-            2 / L_g, where L_g is the curvature of g in y. None: 0.1.
-        upper_lr: the step of x. None: 0.1.
-        multiplier: lam_k, which must not decrease. The bias of the x direction is O(1 / lam).
-        penalty_lr: beta_k, the step of y, the penalised copy; beta_k * (L_g + L_f / lam_k) must
-            stay below 2. None: as lower_lr, which keeps y and z in lockstep.
-        coupling: "shared" evaluates y and z on the same samples, so that the noise of their
-            difference cancels; "independent" draws afresh for every term, as the paper's analysis
-            has it, and pays with noise that grows with lam^2.
-        lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
-            steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
-        upper_optimizer: the same for x; replaces upper_lr.
+    The arguments are described where a user meets them, in :class:`~bilevel.F2SA`.
     """
 
     multiplier: Rate = 10.0
@@ -43,16 +31,14 @@ class PenaltyMethod(DescentMethod[S]):
     penalty_lr: Rate | None = None
     coupling: Literal["shared", "independent"] = "shared"
 
-    algorithm: ClassVar[Literal["f2sa", "f3sa"]]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("coupling", self.coupling, COUPLINGS)
 
     @cached_property
-    def stencil(self) -> Stencil:
-        """The finite difference behind the x direction."""
-        raise NotImplementedError
+    def stencil(self) -> Stencil | None:
+        """The finite difference that the x direction is, if it is one."""
+        return None
 
     @property
     def shared(self) -> bool:
@@ -68,6 +54,13 @@ class PenaltyMethod(DescentMethod[S]):
         )
         multiplier = as_schedule("multiplier", self.multiplier)
         return PenaltyRates(lower, self._upper_schedule(), penalty, multiplier)
+
+
+@dataclass(frozen=True)
+class PaperMethod(PenaltyMethod[S]):
+    """One of the two algorithms of the paper, for which it gives step sizes."""
+
+    algorithm: ClassVar[Literal["f2sa", "f3sa"]]
 
     @classmethod
     def from_theory(

@@ -63,7 +63,8 @@ class PenaltyRates(Rates):
     def multiplier_at(self, k: int, before: float) -> float:
         """lam_k; a warning when it is below lam_{k-1} (``before``)."""
         multiplier = positive_at("multiplier", self.multiplier, k)
-        if multiplier < before:
+        falling = k >= 2 and self.multiplier(k - 1) < self.multiplier(k - 2)
+        if multiplier < before and not falling:  # one warning for each time that it turns down
             warnings.warn(
                 f"multiplier({k}) = {multiplier!r} is below its value of {before!r} one step "
                 f"earlier; it must not decrease, or the bias of the direction grows again",
@@ -172,5 +173,11 @@ def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimiz
         raise ArgumentTypeError(
             f"the optimizer of {variable.name} is LBFGS, which evaluates the objective itself; "
             f"choose one whose step() needs only gradients"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held != {id(leaf) for leaf in variable.leaves}:
+        raise ArgumentError(
+            f"the optimizer of {variable.name} was not built from the parameters that its factory "
+            f"was given; return for example torch.optim.Adam(params, lr=1e-3)"
         )
     return optimizer

@@ -3,5 +3,13 @@
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.logistic import WeightedLogistic
 from bilevel.problems.quadratic import LeastSquares, Nonconvex, Quadratic
+from bilevel.problems.valley import FlatValley
 
-__all__ = ["KnownProblem", "LeastSquares", "Nonconvex", "Quadratic", "WeightedLogistic"]
+__all__ = [
+    "FlatValley",
+    "KnownProblem",
+    "LeastSquares",
+    "Nonconvex",
+    "Quadratic",
+    "WeightedLogistic",
+]

@@ -1,0 +1,216 @@
+"""SOBA and MA-SOBA: y, the adjoint and x move together, one step each."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import ArgumentError
+from bilevel.methods.base import Info, Properties, Tally
+from bilevel.methods.descent import DescentMethod
+from bilevel.methods.implicit import (
+    OneCopyState,
+    flat,
+    leave_upper_gradient,
+    lower_slopes,
+    require_finite_adjoint,
+    unflat,
+)
+from bilevel.methods.updates import Update
+from bilevel.problem import Problem
+from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.streams import Draw
+from bilevel.variables import Variable, buffers_kept
+
+
+@dataclass
+class SOBAState(OneCopyState):
+    """What SOBA carries beside its one copy of y.
+
+    Attributes:
+        adjoint: v, flat.
+        average: h, the moving average of the x directions; empty for SOBA itself.
+    """
+
+    adjoint: Tensor
+    average: list[Tensor]
+
+
+@dataclass(frozen=True)
+class SOBA(DescentMethod[SOBAState]):
+    """SOBA: a single loop in which y, the adjoint v and x take one step each.
+
+    With y following y*(x) = argmin_y g(x, y) and v following [grad^2_yy g]^-1 grad_y f, the three
+    directions of step k are taken at the same point (x, y, v) on the same pair of samples:
+
+        y <- y - gamma_k * grad_y g(x, y)
+        v <- v - rho_k * ( grad^2_yy g(x, y) v - grad_y f(x, y) )
+        x <- x - eta_k * ( grad_x f(x, y) - grad^2_xy g(x, y) v )
+
+    Nothing is solved on the way, so the directions are biased while y and v are behind, and no
+    longer at the end: on a deterministic problem the fixed point is exact. v starts at 0. The
+    rates that theory wants are of the order k^(-1/2); gamma_k and rho_k must stay below 2 / L_g,
+    where L_g is the curvature of g in y, and eta_k well below gamma_k.
+
+    Use it as the cheapest second-order method: one evaluation of f and one of g per step. It needs
+    products with second derivatives; :class:`~bilevel.F2SA` does not.
+
+    Args:
+        lower_lr: gamma_k, the step of y. None: 0.1.
+        upper_lr: eta_k, the step of x. None: 0.1.
+        adjoint_lr: rho_k, the step of v, a float or a function of k. None: as lower_lr (0.1 where
+            lower_optimizer takes its place).
+        lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
+            replaces lower_lr. v takes plain steps always.
+        upper_optimizer: the same for x; replaces upper_lr.
+
+    With ``direction_batch_size`` all three directions are over that many samples.
+
+    Example:
+        >>> import bilevel
+        >>> from bilevel.methods.soba import SOBA
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> method = SOBA(lower_lr=1.0, upper_lr=0.1)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300)
+        >>> bool(problem.gradient(result.x).norm() < 0.01 * problem.gradient(problem.x0).norm())
+        True
+
+    Reference:
+        Dagreou, Ablin, Vaiter, Moreau, "A framework for bilevel optimization that enables
+        stochastic and global variance reduction algorithms", NeurIPS 2022.
+    """
+
+    _: KW_ONLY
+    adjoint_lr: Rate | None = None
+
+    properties = Properties(
+        order=2,
+        gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
+        copies=1,
+        assumes="g strongly convex in y and twice differentiable; f and g smooth",
+        reference="Dagreou, Ablin, Vaiter, Moreau 2022",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.rho  # a bad rate is refused at construction
+
+    @cached_property
+    def rho(self) -> Schedule:
+        """The step of the adjoint as a function of k."""
+        if self.adjoint_lr is None:
+            return self.rates.lower
+        return as_schedule("adjoint_lr", self.adjoint_lr)
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
+        return SOBAState(
+            x=x,
+            k=0,
+            y=y,
+            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
+            adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
+            average=[],
+        )
+
+    def step(self, problem: Problem, state: SOBAState, draw: Draw, *, measure: bool = True) -> Info:
+        x, y, k = state.x, state.y, state.k
+        gamma, upper_lr = self.rates.lower_at(k), self.rates.upper_at(k)
+        rho = positive_at("adjoint_lr", self.rho, k)
+
+        tally = Tally(problem, state, measure)
+        with buffers_kept(x, y):
+            f_y = leave_upper_gradient(problem, state, draw, tally)
+        g_y = torch.zeros_like(f_y)
+        # y takes its step from this evaluation, so the buffers that it moves stay moved
+        for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
+            g_y += slope.vector.detach()
+            slope.backward(-state.adjoint, x, y)
+        adjoint = state.adjoint + rho * (flat(y.take_grads()) + f_y)
+        require_finite_adjoint(k, adjoint)
+        x.require_finite_grads(k)
+        y.set_grads(unflat(g_y, y.leaves))
+        y.require_finite_grads(k)
+
+        self._smooth(state)
+        info = tally.info(x.grads())
+        state.adjoint.copy_(adjoint)
+        state.y_update.apply(gamma)
+        state.x_update.apply(upper_lr)
+        state.k = k + 1
+        return info
+
+    def _smooth(self, state: SOBAState) -> None:
+        """Replace the direction on x by what x is to follow: itself."""
+
+
+@dataclass(frozen=True)
+class MASOBA(SOBA):
+    """MA-SOBA: :class:`SOBA` with a moving average of its x directions.
+
+    With D_k = grad_x f(x, y) - grad^2_xy g(x, y) v, the direction of SOBA, and h starting at 0,
+
+        h <- (1 - theta_k) * h + theta_k * D_k
+        x <- x - eta_k * h
+
+    which takes the noise out of x's path, and with it the demand on the smoothness of second
+    derivatives: the rate is that of stochastic gradient descent under the usual assumptions.
+
+    Use it instead of SOBA when gradients are noisy.
+
+    Args:
+        averaging: theta_k in (0, 1], a float or a function of k; 1 is SOBA.
+        lower_lr, upper_lr, adjoint_lr, lower_optimizer, upper_optimizer: as in :class:`SOBA`.
+
+    Example:
+        >>> import bilevel
+        >>> from bilevel.methods.soba import MASOBA
+        >>> problem = bilevel.problems.Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
+        >>> method = MASOBA(lower_lr=0.3, upper_lr=0.05, averaging=0.1)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=800,
+        ...     upper_data=problem.upper_noise, lower_data=problem.lower_noise)
+        >>> bool(problem.gradient(result.x).norm() < 0.2 * problem.gradient(problem.x0).norm())
+        True
+
+    Reference:
+        Chen, Xiao, Balasubramanian, "Optimal Algorithms for Stochastic Bilevel Optimization under
+        Relaxed Smoothness Conditions", JMLR 2024.
+    """
+
+    _: KW_ONLY
+    averaging: Rate = 0.1
+
+    properties = Properties(
+        order=2,
+        gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
+        copies=1,
+        assumes="g strongly convex in y and twice differentiable; f and g smooth",
+        reference="Chen, Xiao, Balasubramanian 2024",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.theta  # a bad rate is refused at construction
+        if isinstance(self.averaging, int | float) and self.averaging > 1:
+            raise ArgumentError(f"averaging must be at most 1, not {self.averaging!r}")
+
+    @cached_property
+    def theta(self) -> Schedule:
+        """The weight of the newest direction as a function of k."""
+        return as_schedule("averaging", self.averaging)
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
+        state = super().init(problem, x, y)
+        state.average = [torch.zeros_like(leaf, requires_grad=False) for leaf in x.leaves]
+        return state
+
+    def _smooth(self, state: SOBAState) -> None:
+        theta = positive_at("averaging", self.theta, state.k)
+        if theta > 1:
+            raise ArgumentError(f"averaging({state.k}) must be at most 1, not {theta!r}")
+        torch._foreach_mul_(state.average, 1 - theta)
+        torch._foreach_add_(state.average, state.x.grads(), alpha=theta)
+        state.x.set_grads([h.clone() for h in state.average])

@@ -1,0 +1,172 @@
+"""VPBGD: one joint step on the penalised problem, for lower levels that are only PL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Literal
+
+from bilevel.checks import check_choice, check_count
+from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.no_bilevel import train
+from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.updates import Update
+from bilevel.problem import FORWARD, Problem, Stencil, evaluate
+from bilevel.streams import Draw, Sample
+from bilevel.variables import Variable, buffers_kept, held
+
+
+@dataclass
+class GapState(State):
+    """What a method on the gap g(x, y) - g(x, z) carries.
+
+    Attributes:
+        y: the copy that follows f as well as g.
+        z: the copy that follows g alone.
+        multiplier: of the last step taken, 0 before the first.
+        x_update, y_update, z_update: how each variable moves.
+    """
+
+    y: Variable
+    z: Variable
+    multiplier: float
+    x_update: Update
+    y_update: Update
+    z_update: Update
+
+    @property
+    def solution(self) -> Variable:
+        return self.z
+
+    @property
+    def penalised(self) -> Variable:
+        return self.y
+
+
+def gap_gradients(
+    problem: Problem, state: GapState, lam: float, parts: Iterable[list[Sample]], tally: Tally
+) -> None:
+    """Leave on x and y the gradient of f(x, y) + lam * ( g(x, y) - g(x, z) ) at fixed z.
+
+    It is added up over the parts of its samples. The evaluation is a step of y, so the buffers of y
+    move with it, and only these.
+    """
+    x, y, z = state.x, state.y, state.z
+    with held(z), buffers_kept(x, z):
+        for samples in parts:
+            phi = evaluate(problem, FORWARD, x, [y, z], samples)
+            phi.backward(lam, state.k)
+            tally.add(samples[0], phi.terms)
+
+
+@dataclass(frozen=True)
+class VPBGD(PenaltyMethod[GapState]):
+    """V-PBGD: joint descent in (x, y) on f plus a multiple of the gap in g.
+
+    With gam_k the multiplier, outer step k is
+
+        repeat T times:  z <- z - gamma_k * grad_y g(x, z)
+        s = min(1, 1 / gam_k)
+        x <- x - eta_k * s * ( grad_x f(x, y) + gam_k * ( grad_x g(x, y) - grad_x g(x, z) ) )
+        y <- y - beta_k * s * ( grad_y f(x, y) + gam_k * grad_y g(x, y) )
+
+    where x and y move together, by one backward pass at the old x and y; the paper has one step
+    eta_k = beta_k for both. The scale s keeps the joint step stable when gam grows, at the price
+    that x moves with 1 / gam. At the end y and the x direction are those of F2SA, with a bias of
+    O(1 / gam).
+
+    Use it where the lower level is not strongly convex but only satisfies the PL inequality (more
+    parameters than data, say): there min_y g(x, y) is smooth even though its minimiser is not
+    unique, and y is free to choose the best minimiser for f. What is returned as the lower solution
+    is z. Where minimisers are many, z is the best of them for f only with ``start="y"``.
+
+    Args:
+        lower_lr: gamma_k, the step of z, below 2 / L_g. None: 0.1.
+        upper_lr: eta_k, the step of x; with the step of y it must stay below 2 / L_g for the
+            curvature L_g of g in x and y together. x moves by eta_k * s times the direction that is
+            reported. None: 0.1.
+        multiplier: gam_k, a float or a function of k, such as ``bilevel.schedules.Ramp``, with
+            which x comes near the solution while gam is small and its steps are long.
+        inner_steps: T.
+        penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / gam_k) must stay below 2. None: as
+            lower_lr.
+        start: where z starts in each outer step: "z", where it ended, so that a small T is enough;
+            or "y", so that z is the minimiser of g next to y, for which T must be large enough to
+            reach it (otherwise the x direction is wrong by a share of (1 - gamma mu)^T).
+        coupling: "shared" evaluates g at y and at z on the same samples in the joint step;
+            "independent" draws for each. The T steps of z have samples of their own.
+        lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
+            steps; replaces lower_lr and penalty_lr.
+        upper_optimizer: the same for x; replaces upper_lr.
+
+    Example:
+        >>> import bilevel
+        >>> from bilevel.methods.vpbgd import VPBGD
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> method = VPBGD(lower_lr=0.5, upper_lr=1.0, multiplier=30.0, inner_steps=1)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=500)
+        >>> bool(problem.gradient(result.x).norm() < 0.1 * problem.gradient(problem.x0).norm())
+        True
+
+    Reference:
+        Shen, Chen, "On Penalty-based Bilevel Gradient Descent Method", ICML 2023, Algorithm 1.
+    """
+
+    _: KW_ONLY
+    inner_steps: int = 10
+    start: Literal["z", "y"] = "z"
+
+    properties = Properties(
+        order=1,
+        gradients="f: 1, g: T + 2",
+        copies=2,
+        assumes="g satisfies the PL inequality in y; f and g smooth",
+        reference="Shen, Chen 2023, Algorithm 1",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("inner_steps", self.inner_steps)
+        check_choice("start", self.start, ("z", "y"))
+
+    @cached_property
+    def stencil(self) -> Stencil:
+        """The finite difference behind the x direction."""
+        return FORWARD
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
+        z = y.clone("z")
+        return GapState(
+            x=x,
+            k=0,
+            y=y,
+            z=z,
+            multiplier=0.0,
+            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
+            z_update=Update(z, problem.y_projections(z), self.lower_optimizer),
+        )
+
+    def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
+        k, x, y, z = state.k, state.x, state.y, state.z
+        lam = self.rates.multiplier_at(k, before=state.multiplier)
+        gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
+        upper_lr = self.rates.upper_at(k)
+
+        if self.start == "y":
+            z.assign(y)
+        for _ in range(self.inner_steps):
+            train(problem, x, z, state.z_update, draw, k, gamma)
+
+        tally = Tally(problem, state, measure)
+        gap_gradients(problem, state, lam, draw.direction(FORWARD.nodes, self.shared), tally)
+        scale = min(1.0, 1 / lam)
+        x.require_finite_grads(k, upper_lr * scale)
+        y.require_finite_grads(k, beta * scale)
+        info = tally.info(x.grads(), lam)
+        state.x_update.apply(upper_lr, gain=scale)
+        state.y_update.apply(beta, gain=scale)
+
+        state.k, state.multiplier = k + 1, lam
+        return info

@@ -1,0 +1,754 @@
+"""SOBO, SOBA, MA-SOBA, AID and ITD against NumPy, closed forms and one another."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bilevel
+from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, ObjectiveError
+from bilevel.methods.aid import AID
+from bilevel.methods.implicit import Slope, conjugate_gradients, flat, unflat
+from bilevel.methods.itd import ITD
+from bilevel.methods.soba import MASOBA, SOBA
+from bilevel.methods.sobo import SOBO
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.schedules import Power
+from bilevel.variables import Variable, substituted
+
+Array = npt.NDArray[np.float64]
+GAMMA, UPPER = Power(0.8, 50, -0.3), Power(0.2, 50, -0.5)
+ETA, THETA = Power(0.9, 50, -0.2), Power(0.9, 20, -0.5)
+RATES: dict[str, Any] = {"lower_lr": GAMMA, "upper_lr": UPPER}
+METHODS = {
+    "sobo": SOBO(0.5, 0.2, inner_steps=2),
+    "soba": SOBA(0.5, 0.02),
+    "masoba": MASOBA(0.5, 0.02, averaging=0.3),
+    "aid": AID(0.5, 0.2, inner_steps=2),
+    "itd": ITD(0.5, 0.2, inner_steps=3),
+}
+every = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+
+
+# The recursions in NumPy, on a quadratic whose noise is in the Hessian too
+
+
+@dataclass
+class Oracle:
+    """Derivatives by hand; a batch of g is (c, n_x, n_y): c I is added to A, n to the gradient."""
+
+    A: Array
+    B: Array
+    t: Array
+    rho: float
+
+    @property
+    def dim_x(self) -> int:
+        return self.B.shape[1]
+
+    def f_x(self, x: Array, u: Array) -> Array:
+        return self.rho * x + u[: self.dim_x]
+
+    def f_y(self, y: Array, u: Array) -> Array:
+        return y - self.t + u[self.dim_x :]
+
+    def g_yy(self, b: Array) -> Array:
+        return self.A + b[0] * np.eye(len(self.A))
+
+    def g_xy(self, b: Array) -> Array:
+        return -self.B.T @ self.g_yy(b)
+
+    def g_y(self, x: Array, y: Array, b: Array) -> Array:
+        return self.g_yy(b) @ (y - self.B @ x) + b[1 + self.dim_x :]
+
+
+Batches = Iterator[Array]
+Recursion = Callable[[Oracle, Array, Array, Batches, Batches], Iterator[tuple[Array, Array]]]
+
+
+def sobo(T: int, Q: int) -> Recursion:
+    def run(o: Oracle, x: Array, y: Array, u: Batches, b: Batches) -> Any:
+        for k in itertools.count():
+            for _ in range(T):
+                y = y - GAMMA(k) * o.g_y(x, y, next(b))
+            uk = next(u)
+            r = o.f_y(y, uk)
+            v = ETA(k) * r
+            for _ in range(Q):
+                r = (np.eye(len(y)) - ETA(k) * o.g_yy(next(b))) @ r
+                v = v + ETA(k) * r
+            x = x - UPPER(k) * (o.f_x(x, uk) - o.g_xy(next(b)) @ v)
+            yield x, y
+
+    return run
+
+
+def soba(averaged: bool) -> Recursion:
+    def run(o: Oracle, x: Array, y: Array, u: Batches, b: Batches) -> Any:
+        v, h = np.zeros_like(y), np.zeros_like(x)
+        for k in itertools.count():
+            uk, bk = next(u), next(b)
+            d_y = o.g_y(x, y, bk)
+            d_v = o.g_yy(bk) @ v - o.f_y(y, uk)
+            d_x = o.f_x(x, uk) - o.g_xy(bk) @ v
+            theta = THETA(k) if averaged else 1.0
+            h = (1 - theta) * h + theta * d_x
+            y, v, x = y - GAMMA(k) * d_y, v - ETA(k) * d_v, x - UPPER(k) * h
+            yield x, y
+
+    return run
+
+
+def aid(T: int) -> Recursion:
+    def run(o: Oracle, x: Array, y: Array, u: Batches, b: Batches) -> Any:
+        for k in itertools.count():
+            for _ in range(T):
+                y = y - GAMMA(k) * o.g_y(x, y, next(b))
+            uk = next(u)
+            v = np.linalg.solve(o.g_yy(next(b)), o.f_y(y, uk))
+            x = x - UPPER(k) * (o.f_x(x, uk) - o.g_xy(next(b)) @ v)
+            yield x, y
+
+    return run
+
+
+def itd(T: int) -> Recursion:
+    def run(o: Oracle, x: Array, y: Array, u: Batches, b: Batches) -> Any:
+        for k in itertools.count():
+            jacobian = np.zeros_like(o.B)  # of y in x
+            for _ in range(T):
+                bk = next(b)
+                y, jacobian = (
+                    y - GAMMA(k) * o.g_y(x, y, bk),
+                    jacobian - GAMMA(k) * (o.g_yy(bk) @ jacobian + o.g_xy(bk).T),
+                )
+            uk = next(u)
+            x = x - UPPER(k) * (o.f_x(x, uk) + jacobian.T @ o.f_y(y, uk))
+            yield x, y
+
+    return run
+
+
+RECURSIONS: dict[str, tuple[Any, Recursion]] = {
+    "sobo": (SOBO(**RATES, inner_steps=3, neumann_steps=4, neumann_lr=ETA), sobo(3, 4)),
+    "soba": (SOBA(**RATES, adjoint_lr=ETA), soba(averaged=False)),
+    "masoba": (MASOBA(**RATES, adjoint_lr=ETA, averaging=THETA), soba(averaged=True)),
+    "aid": (AID(**RATES, inner_steps=3, cg_steps=12), aid(3)),
+    "aid cold": (AID(**RATES, inner_steps=1, cg_steps=12, warm_start=False), aid(1)),
+    "itd": (ITD(**RATES, inner_steps=4), itd(4)),
+}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(("method", "recursion"), RECURSIONS.values(), ids=list(RECURSIONS))
+def test_iterates_equal_an_independent_recursion(
+    method: Any, recursion: Recursion, noise: float
+) -> None:
+    quadratic = Quadratic(dim_x=4, dim_y=6, seed=3)
+    problem = bilevel.Problem(
+        quadratic.upper,
+        lambda x, y, b: (
+            quadratic.lower(x, y, b[1:]) + 0.5 * b[0] * ((y - quadratic.phi(x)) ** 2).sum()
+        ),
+    )
+    steps, dim = 200, 10
+    generator = torch.Generator().manual_seed(0)
+    uppers, lowers = (
+        noise * torch.randn(count, size, generator=generator, dtype=torch.float64)
+        for count, size in ((steps, dim), (9 * steps, 1 + dim))
+    )
+    lowers[:, 0] = 0.5 * lowers[:, 0].abs()  # convex
+    solver = bilevel.Solver(
+        problem,
+        method,
+        quadratic.x0,
+        quadratic.y0,
+        upper_data=list(uppers),
+        lower_data=list(lowers),
+    )
+    o = Oracle(quadratic.A.numpy(), quadratic.B.numpy(), quadratic.t.numpy(), quadratic.rho)
+    start = quadratic.x0.numpy(), quadratic.y0.numpy()
+    known = recursion(o, *start, iter(uppers.numpy()), iter(lowers.numpy()))
+    for k in range(steps):
+        solver.step(measure=k % 2 == 0)
+        x, y = next(known)
+        np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(solver.y.numpy(), y, rtol=0, atol=1e-10)
+    assert np.linalg.norm(x - start[0]) > 0.1  # it did go somewhere
+
+
+# How far they come, and how exact they are
+
+
+CONVERGENCE = [
+    (SOBO(1.8, 1.0, neumann_steps=30), 30),
+    (SOBA(1.0, 0.1), 300),
+    (MASOBA(1.0, 0.1, averaging=0.5), 300),
+    (AID(1.0, 1.0), 30),
+    (ITD(1.0, 1.0, inner_steps=60), 30),
+]
+
+
+@pytest.mark.parametrize(("method", "steps"), CONVERGENCE)
+def test_finds_the_optimum(method: Any, steps: int) -> None:
+    problem = Quadratic(seed=0)
+    result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=steps)
+    start, end = (problem.gradient(x).norm() for x in (problem.x0, result.x))
+    assert end**2 <= 1e-6 * start**2
+    assert np.isnan(result.history["multiplier"]).all()
+    assert np.isnan(result.history["gap"]).all()
+    torch.testing.assert_close(
+        torch.tensor(result.history["upper"][-1]), problem.value(result.x), rtol=1e-2, atol=0
+    )
+
+
+def _steps(solver: bilevel.Solver, count: int) -> None:
+    for _ in range(count):
+        solver.step()
+
+
+def _direction(problem: Any, method: Any, **data: Any) -> Tensor:
+    """The first direction of x from where the lower level is solved."""
+    y0 = problem.lower_solution(problem.x0)
+    solver = bilevel.Solver(problem, method, problem.x0, y0, **data)
+    x = solver.x
+    solver.step()
+    return x - solver.x
+
+
+def test_aid_is_exact_after_as_many_steps_as_dimensions() -> None:
+    problem = Quadratic(seed=0)
+    exact = problem.gradient(problem.x0)
+    errors = [
+        float((_direction(problem, AID(1.0, 1.0, cg_steps=n)) - exact).norm() / exact.norm())
+        for n in range(1, 6)
+    ]
+    assert errors[4] < 1e-10
+    assert errors[3] > 1e-6  # the fifth step is the one that two public libraries drop
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_aid_starts_from_the_last_adjoint() -> None:
+    problem = Quadratic(seed=0)
+    y = problem.lower_solution(problem.x0)
+    exact = torch.linalg.solve(problem.A, y - problem.t)
+    ends = {}
+    for warm in (True, False):
+        # x hardly moves, so one step of conjugate gradients at a time adds up to steepest descent
+        method = AID(1.0, 1e-9, cg_steps=1, inner_steps=1, warm_start=warm)
+        solver = bilevel.Solver(problem, method, problem.x0, y)
+        _steps(solver, 60)
+        ends[warm] = float((solver.state.adjoint - exact).norm() / exact.norm())
+    assert ends[True] < 1e-4
+    assert ends[False] > 0.1
+
+
+def test_aid_stops_at_a_direction_without_curvature() -> None:
+    saddle = bilevel.Problem(
+        lambda x, y, b: (y - 1).sum() + (x**2).sum(),
+        lambda x, y, b: 0.5 * (torch.tensor([1.0, -2.0]) * (y - x) ** 2).sum(),
+    )
+    solver = bilevel.Solver(saddle, AID(0.1, 0.1, inner_steps=1), torch.ones(2), torch.ones(2))
+    solver.step()
+    assert torch.equal(solver.state.adjoint, torch.zeros(2))
+    torch.testing.assert_close(solver.x, 0.8 * torch.ones(2))
+
+
+def test_truncated_conjugate_gradients_are_the_best_in_their_subspace() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    H, b = root @ root.T + torch.eye(8), torch.randn(8, generator=generator, dtype=torch.float64)
+    for start in (None, torch.randn(8, generator=generator, dtype=torch.float64)):
+        residual = b if start is None else b - H @ start
+        for steps in range(1, 8):
+            powers = [torch.linalg.matrix_power(H, n) @ residual for n in range(steps)]
+            basis = torch.linalg.qr(torch.stack(powers, dim=1)).Q
+            best = basis @ torch.linalg.solve(basis.T @ H @ basis, basis.T @ residual)
+            found = conjugate_gradients(lambda v: H @ v, b, steps=steps, start=start)
+            known = best if start is None else start + best
+            torch.testing.assert_close(found, known, rtol=1e-8, atol=1e-10)
+    products: list[Tensor] = []
+
+    def identity(v: Tensor) -> Tensor:
+        products.append(v)
+        return v
+
+    assert torch.equal(conjugate_gradients(identity, b, steps=100), b)
+    assert len(products) == 1  # one step solves it, and then there is no second
+
+
+@pytest.mark.parametrize("degree", [0, 1, 5, 20])
+def test_sobos_series_is_the_matrix_series(degree: int) -> None:
+    problem = Quadratic(dim_x=3, dim_y=6, seed=2)
+    eta = 0.7
+    found = _direction(problem, SOBO(1.0, 1.0, neumann_steps=degree, neumann_lr=eta))
+    # eta * sum_{q<=Q} (I - eta A)^q = A^-1 (I - (I - eta A)^(Q+1)): that is the stated bias
+    identity = torch.eye(6, dtype=torch.float64)
+    left = torch.linalg.matrix_power(identity - eta * problem.A, degree + 1)
+    y = problem.lower_solution(problem.x0)
+    implicit = problem.B.T @ (identity - left) @ (y - problem.t)
+    known = problem.rho * problem.x0 + implicit
+    torch.testing.assert_close(found, known, rtol=1e-12, atol=1e-12)
+
+
+def test_the_series_takes_its_step_from_lower_lr() -> None:
+    problem = Quadratic(seed=2)
+    same = [_direction(problem, SOBO(0.3, 1.0, neumann_lr=eta)) for eta in (None, 0.3)]
+    assert torch.equal(*same)
+    optimizers = SOBO(upper_lr=1.0, lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    torch.testing.assert_close(
+        _direction(problem, optimizers), _direction(problem, SOBO(0.5, 1.0, neumann_lr=0.1))
+    )
+
+
+def _log_problem() -> tuple[bilevel.Problem, Tensor, Tensor]:
+    """Not quadratic, so that second derivatives change along the way."""
+    problem = bilevel.Problem(
+        lambda x, y, b: ((y - 1) ** 2).sum() + 0.1 * (x**2).sum() + (x * y).sum(),
+        lambda x, y, b: (x.exp() * y**2).sum() + (y + x).cosh().log().sum() + 0.1 * (y**4).sum(),
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    return problem, x, y
+
+
+@pytest.mark.parametrize("y_set", [None, bilevel.sets.Box(-0.2, 0.5), bilevel.sets.Ball(0.5)])
+def test_itd_is_the_gradient_of_the_unrolled_function(y_set: Any) -> None:
+    problem, x0, y0 = _log_problem()
+    problem.y_set = y_set
+    solver = bilevel.Solver(problem, ITD(0.1, 0.5, inner_steps=5), x0, y0)
+    x, y = x0, y0 if y_set is None else y_set(y0)
+    for _ in range(10):
+        x = x.detach().requires_grad_()
+        moved = y.detach().requires_grad_()
+        for _ in range(5):
+            (slope,) = torch.autograd.grad(problem.lower(x, moved, None), moved, create_graph=True)
+            moved = moved - 0.1 * slope
+            moved = moved if y_set is None else y_set(moved)
+        (direction,) = torch.autograd.grad(problem.upper(x, moved, None), x)
+        x, y = x.detach() - 0.5 * direction, moved.detach()
+        solver.step()
+        torch.testing.assert_close(solver.x, x, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(solver.y, y, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("method", "bound"),
+    [
+        (ITD(0.1, 1.0, inner_steps=200), 1e-10),
+        (AID(0.1, 1.0, inner_steps=200), 1e-10),
+        (SOBO(0.1, 1.0, inner_steps=200, neumann_steps=200), 1e-10),
+    ],
+)
+def test_tends_to_the_exact_hypergradient(method: Any, bound: float) -> None:
+    problem, x0, y0 = _log_problem()
+    exact = bilevel.hypergradient(problem, x0, y0)
+    solver = bilevel.Solver(problem, method, x0, y0)
+    solver.step()
+    assert (x0 - solver.x - exact).norm() < bound * exact.norm()
+
+
+def test_itd_falls_short_by_what_it_does_not_unroll() -> None:
+    problem = Quadratic(seed=0)
+    exact = problem.gradient(problem.x0) - problem.rho * problem.x0
+    errors = []
+    for T in (5, 20, 80):
+        found = _direction(problem, ITD(1.0, 1.0, inner_steps=T)) - problem.rho * problem.x0
+        left = torch.linalg.matrix_power(torch.eye(5, dtype=torch.float64) - problem.A, T)
+        known = problem.B.T @ left @ (problem.phi(problem.x0) - problem.t)
+        torch.testing.assert_close(exact - found, known, rtol=1e-9, atol=1e-11)
+        errors.append(float((exact - found).norm()))
+    assert errors[2] < 0.01 * errors[1] < errors[0]
+
+
+# What they share with every other method
+
+
+class _Holder(nn.Module):
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.head = nn.Parameter(tensor[:2].clone())
+        self.inner = nn.ParameterDict({"tail": tensor[2:].clone()})
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self) -> Tensor:
+        return torch.cat([self.head, self.inner["tail"]])
+
+
+class _Guise:
+    """One quadratic with x and y as a tensor, as trees, as modules."""
+
+    dress: dict[str, Callable[[Tensor], Any]] = {  # noqa: RUF012
+        "tensor": torch.clone,
+        "tree": lambda v: {"a": v[:2].clone(), "rest": (v[2:].clone(), None)},
+        "module": _Holder,
+        "tree of modules": lambda v: [_Holder(v)],
+    }
+
+    @staticmethod
+    def flat(value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, dict):
+            return torch.cat([value["a"], value["rest"][0]])
+        return value[0]() if isinstance(value, list) else value()
+
+
+@every
+def test_tensors_trees_and_modules_give_the_same_iterates(method: Any) -> None:
+    problem = Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
+    view = _Guise.flat
+    seen_through = bilevel.Problem(
+        lambda x, y, b: problem.upper(view(x), view(y), b),
+        lambda x, y, b: problem.lower(view(x), view(y), b),
+    )
+    data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+    ends = {}
+    for name, dress in _Guise.dress.items():
+        solver = bilevel.Solver(seen_through, method, dress(problem.x0), dress(problem.y0), **data)
+        for _ in range(10):
+            solver.step()
+        for variable in (solver.state.x, solver.state.y):
+            assert all(leaf.grad is None and leaf.requires_grad for leaf in variable.leaves)
+            assert all(leaf.is_leaf for leaf in Variable(variable.value, "v").leaves)
+        ends[name] = view(solver.x).detach(), view(solver.y).detach()
+    for found in ends.values():
+        torch.testing.assert_close(found, ends["tensor"], rtol=1e-10, atol=1e-13)
+
+
+@every
+def test_a_state_dict_in_mid_run_changes_nothing(method: Any) -> None:
+    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
+    data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+
+    def run(seed: int, steps: int) -> bilevel.Solver:
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0, seed=seed, **data)
+        for _ in range(steps):
+            solver.step()
+        return solver
+
+    whole, half, resumed = run(3, 20), run(3, 11), run(4, 0)
+    state = copy.deepcopy(half.state_dict())
+    half.step()  # the saved state is a copy, not a view
+    resumed.load_state_dict(state)
+    for _ in range(9):
+        resumed.step(measure=False)  # nor does measuring matter
+    assert torch.equal(resumed.x, whole.x)
+    assert torch.equal(resumed.y, whole.y)
+    assert not torch.equal(whole.x, run(4, 20).x)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keeps_the_dtype(method: Any, dtype: torch.dtype) -> None:
+    problem = bilevel.Problem(
+        lambda x, y, b: ((y["a"] - 1) ** 2).sum() + ((y["b"] - 1) ** 2).sum() + (x**2).sum(),
+        lambda x, y, b: ((y["a"] - x) ** 2).sum() + 0.5 * ((y["b"] + x) ** 2).sum(),
+    )
+    start = torch.zeros(2, dtype=dtype)
+    y0 = {"a": start, "b": torch.zeros(2, dtype=torch.float32)}
+    result = bilevel.minimize(problem, start, y0, method=method, steps=5)
+    assert result.x.dtype == dtype
+    assert [v.dtype for v in result.y.values()] == [dtype, torch.float32]
+    assert torch.isfinite(result.x).all()
+    assert result.y["a"].abs().max() > 0 or result.x.abs().max() == 0
+
+
+@every
+def test_a_sweep_is_the_full_gradient_whatever_the_chunks(method: Any) -> None:
+    problem = WeightedLogistic(train=31, trusted=17, dim=3)
+    method = copy.copy(method)
+    ends = []
+    # full batches within, so that only the direction's own parts could differ
+    for data in (
+        {"upper_data": problem.upper_data, "lower_data": problem.lower_data},
+        {
+            "upper_data": problem.upper_data,
+            "lower_data": problem.lower_data,
+            "direction_batch_size": "all",
+            "chunk_size": 5,
+        },
+    ):
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0 + 0.3, **data)
+        infos = [solver.step() for _ in range(5)]
+        ends.append((solver.x, solver.y, infos[-1].upper, infos[-1].lower))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-13)
+
+
+@every
+def test_optimizers_and_sets(method: Any) -> None:
+    problem = Quadratic(seed=4)
+    boxed = bilevel.Problem(
+        problem.upper, problem.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(3)
+    )
+    result = bilevel.minimize(boxed, problem.x0, problem.y0, method=method, steps=30)
+    assert result.x.abs().max() <= 0.2
+
+    given = {"upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.02)}
+    plain: dict[str, Any] = {"upper_lr": 0.02}
+    if not isinstance(method, ITD):
+        given["lower_optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1)
+    ends = [
+        bilevel.minimize(
+            problem, problem.x0, problem.y0, method=type(method)(**settings), steps=50
+        ).x
+        for settings in (given, plain)
+    ]
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_running_statistics_move_with_inner_steps_only(method: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) + 5
+
+    def lower(x: Tensor, y: nn.Module, batch: Tensor) -> Tensor:
+        return (y(batch) ** 2).mean() + (x**2).sum() * sum((p**2).sum() for p in y.parameters())
+
+    solver = bilevel.Solver(
+        bilevel.Problem(lambda x, y, batch: ((y(batch) - 1) ** 2).mean(), lower),
+        method,
+        torch.ones(1),
+        model,
+        upper_data=inputs,
+        lower_data=inputs,
+    )
+    for _ in range(3):
+        solver.step()
+    inner = getattr(method, "inner_steps", 1)
+    assert int(solver.state.y.value[0].num_batches_tracked) == 3 * inner
+    assert int(model[0].num_batches_tracked) == 0
+    assert not torch.equal(solver.x, torch.ones(1))
+
+
+def test_steps_cost_what_the_properties_say() -> None:
+    problem = Quadratic(seed=0)
+    calls = {"f": 0, "g": 0}
+
+    def counted(name: str, objective: Any) -> Any:
+        def call(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+            calls[name] += 1
+            return objective(x, y, batch)
+
+        return call
+
+    watched = bilevel.Problem(counted("f", problem.upper), counted("g", problem.lower))
+    for method, f, g in (
+        (SOBO(inner_steps=4, neumann_steps=3), 1, 4 + 3 + 1),
+        (SOBA(), 1, 1),
+        (MASOBA(), 1, 1),
+        (AID(inner_steps=4), 1, 4 + 2),
+        (ITD(inner_steps=4), 1, 4),
+    ):
+        assert method.properties.order == 2
+        solver = bilevel.Solver(watched, method, problem.x0, problem.y0)
+        calls.update(f=0, g=0)
+        solver.step(measure=False)
+        assert calls == {"f": f, "g": g}
+
+
+# What they refuse
+
+
+class _Once(torch.autograd.Function):
+    """y^2 / 2 whose backward has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return 0.5 * (y * y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+def _attention(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+    q = y.reshape(1, 1, 1, 4).expand(1, 1, 8, 4)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        value: Tensor = nn.functional.scaled_dot_product_attention(q, q, q)
+    return (value**2).mean() + (x * y).sum()
+
+
+half_square: Any = _Once.apply
+ONCE: dict[str, Any] = {
+    "alone": lambda x, y, b: half_square(y - x).sum(),
+    "weighted by x": lambda x, y, b: (x.exp() * half_square(y)).sum(),
+    # here torch would silently leave the marked part out of the Hessian
+    "beside another term": lambda x, y, b: half_square(y - x).sum() + (y**2).sum(),
+    "not implemented": _attention,
+    "linear": lambda x, y, b: (x * y).sum(),
+}
+
+
+@every
+@pytest.mark.parametrize("lower", ONCE.values(), ids=list(ONCE))
+def test_an_objective_without_second_derivatives_is_refused(method: Any, lower: Any) -> None:
+    problem = bilevel.Problem(lambda x, y, b: ((y - 1) ** 2).sum(), lower)
+    start = torch.ones(4)
+    solver = bilevel.Solver(problem, method, start, 0.5 * start)
+    name = type(method).__name__
+    with pytest.raises(ObjectiveError, match=f"differentiated twice.*{name} needs second deriv"):
+        solver.step()
+    assert all(leaf.grad is None for leaf in solver.state.y.leaves)
+
+
+@every
+def test_f_need_not_be_differentiated_twice(method: Any) -> None:
+    problem = bilevel.Problem(
+        lambda x, y, b: half_square(y - 1).sum(), lambda x, y, b: ((y - x) ** 2).sum()
+    )
+    start = torch.zeros(4)
+    result = bilevel.minimize(problem, start, start, method=method, steps=5)
+    assert result.x.abs().max() > 0
+
+
+@every
+def test_other_errors_of_an_objective_are_left_alone(method: Any) -> None:
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        if calls:
+            raise NotImplementedError("this branch is not implemented")
+        return ((y - x) ** 2).sum()
+
+    calls: list[int] = []
+    start = torch.zeros(2)
+    solver = bilevel.Solver(
+        bilevel.Problem(lambda x, y, b: (y**2).sum(), lower), method, start, start
+    )
+    calls.append(1)
+    with pytest.raises(NotImplementedError, match="this branch"):
+        solver.step()
+
+
+@every
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_non_finite_numbers_stop_the_run_by_name(method: Any, level: str) -> None:
+    problem = Quadratic(seed=0)
+    bad: list[float] = []
+
+    def spoilt(name: str, objective: Any) -> Any:
+        def call(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+            return objective(x, y, batch) * (bad[0] if bad and name == level else 1.0)
+
+        return call
+
+    solver = bilevel.Solver(
+        bilevel.Problem(spoilt("upper", problem.upper), spoilt("lower", problem.lower)),
+        method,
+        problem.x0,
+        problem.y0,
+    )
+    solver.step()
+    bad.append(float("nan"))
+    with pytest.raises(NonFiniteError, match=rf"{level}\(x, y\) is not finite at step 1") as caught:
+        solver.step()
+    assert caught.value.state is not None
+    leaves = caught.value.state["state"]["y"]["leaves"]
+    assert all(torch.isfinite(leaf).all() for leaf in leaves)
+
+
+def test_a_second_derivative_that_is_not_finite_stops_the_run() -> None:
+    # |y|^1.5 has a finite slope and an infinite curvature at 0
+    problem = bilevel.Problem(
+        lambda x, y, b: (y - 1).sum() + (x**2).sum(),
+        lambda x, y, b: (y.abs() ** 1.5).sum() + 0 * (x * y).sum(),
+    )
+    for method in (AID(0.1, 0.1), SOBO(0.1, 0.1), SOBA(0.1, 0.1), ITD(0.1, 0.1)):
+        solver = bilevel.Solver(problem, method, torch.zeros(2), torch.zeros(2))
+        with pytest.raises(NonFiniteError):
+            _steps(solver, 2)  # which of the two is not the point
+
+
+BAD: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
+    (SOBO, {"inner_steps": 0}, ArgumentError, "inner_steps .* not 0"),
+    (SOBO, {"neumann_steps": -1}, ArgumentError, "neumann_steps .* at least 0, not -1"),
+    (SOBO, {"neumann_lr": 0.0}, ArgumentError, r"neumann_lr .* not 0\.0"),
+    (SOBO, {"neumann_lr": "big"}, ArgumentTypeError, "neumann_lr .* not 'big'"),
+    (SOBO, {"lower_lr": -1.0}, ArgumentError, r"lower_lr .* not -1\.0"),
+    (SOBA, {"adjoint_lr": -0.5}, ArgumentError, r"adjoint_lr .* not -0\.5"),
+    (SOBA, {"upper_lr": float("nan")}, ArgumentError, "upper_lr .* not nan"),
+    (MASOBA, {"averaging": 1.5}, ArgumentError, r"averaging must be at most 1, not 1\.5"),
+    (MASOBA, {"averaging": 0.0}, ArgumentError, r"averaging .* not 0\.0"),
+    (AID, {"cg_steps": 2.5}, ArgumentError, r"cg_steps .* not 2\.5"),
+    (AID, {"warm_start": "yes"}, ArgumentTypeError, "warm_start .* not 'yes'"),
+    (AID, {"inner_steps": True}, ArgumentError, "inner_steps .* not True"),
+    (ITD, {"inner_steps": 0}, ArgumentError, "inner_steps .* not 0"),
+    (ITD, {"lower_optimizer": torch.optim.SGD}, ArgumentError, "lower_optimizer=.*SGD.* ITD"),
+    (
+        SOBO,
+        {"lower_lr": 0.1, "lower_optimizer": torch.optim.SGD},
+        ArgumentError,
+        "lower_lr=0.1 would be ignored",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings", "kind", "message"), BAD)
+def test_bad_arguments_are_named(
+    cls: type[Any], settings: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        cls(**settings)
+
+
+def test_a_schedule_is_checked_at_every_step() -> None:
+    problem = Quadratic(seed=0)
+    for method, message in (
+        (MASOBA(averaging=lambda k: 0.5 + k), r"averaging\(1\) must be at most 1, not 1\.5"),
+        (SOBA(adjoint_lr=lambda k: 1.0 - k), r"adjoint_lr\(1\) .* not 0\.0"),
+        (SOBO(neumann_lr=lambda k: 1.0 - k), r"neumann_lr\(1\) .* not 0\.0"),
+    ):
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        solver.step()
+        with pytest.raises(ArgumentError, match=message):
+            solver.step()
+
+
+# The tools
+
+
+def test_substituted_puts_everything_back() -> None:
+    shared = nn.Linear(2, 2, bias=False)
+    holder = nn.Sequential(shared, nn.ReLU(), shared)
+    y = Variable({"net": holder, "w": torch.ones(2)}, "y")
+    value, before = y.value, list(y.leaves)
+    doubled = [2 * leaf for leaf in y.leaves]
+    with suppress(KeyError), substituted(y, doubled):
+        assert y.value["w"] is doubled[1]
+        assert y.value["net"][0].weight is y.value["net"][2].weight is doubled[0]
+        assert list(y.value["net"].parameters()) == [doubled[0]]
+        raise KeyError
+    assert y.value is value
+    assert shared.weight is before[0]
+    assert isinstance(shared.weight, nn.Parameter)
+
+
+def test_products_are_those_of_the_hessian() -> None:
+    problem, x0, y0 = _log_problem()
+    x, y = Variable.copy_of(x0, "x"), Variable.copy_of(y0, "y")
+    whole = torch.autograd.functional.hessian(
+        lambda z: problem.lower(z[:4], z[4:], None), torch.cat([x0, y0])
+    )
+    v = torch.arange(4.0, dtype=torch.float64) - 1
+    slope = Slope.of(problem.g(x, y, None), y.leaves, "the test")
+    torch.testing.assert_close(slope.hessian_product(v), whole[4:, 4:] @ v)
+    torch.testing.assert_close(slope.mixed_product(v, x)[0], whole[:4, 4:] @ v)
+
+
+def test_flat_and_back() -> None:
+    tensors = [torch.ones(2, 3), torch.zeros(()), torch.full((1,), 2.0, dtype=torch.bfloat16)]
+    back = unflat(flat(tensors), tensors)
+    assert [t.dtype for t in back] == [t.dtype for t in tensors]
+    assert all(map(torch.equal, back, tensors))

@@ -1,0 +1,774 @@
+"""The first-order relatives of F2SA: F2BA, VPBGD, MEHA, BOME, and training without a bilevel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bilevel
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BilevelError,
+    NonFiniteError,
+    StateError,
+)
+from bilevel.methods.bome import BOME
+from bilevel.methods.f2ba import F2BA, Nesterov
+from bilevel.methods.meha import MEHA
+from bilevel.methods.no_bilevel import NoBilevel
+from bilevel.methods.vpbgd import VPBGD
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.schedules import Constant, Power, Ramp
+from tests.methods.recursions import Oracle
+
+Array = npt.NDArray[np.float64]
+Draws = Callable[[], Array]
+Points = Iterator[tuple[Array, Array, Array]]
+
+GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
+UPPER, LAM = Power(0.3, 20, -0.5), Power(2.0, 20, 0.3)
+PLAIN: dict[str, Any] = {"lower_lr": GAMMA, "upper_lr": UPPER}
+PENALTY: dict[str, Any] = {**PLAIN, "penalty_lr": BETA, "multiplier": LAM}
+STEPS = 200
+
+
+class Recorded:
+    """Noise that remembers what it gave."""
+
+    def __init__(self, size: int, sigma: float) -> None:
+        self.size = size
+        self.sigma = sigma
+        self.given: list[Tensor] = []
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(self.size, generator=generator, dtype=torch.float64)
+        self.given.append(self.sigma * noise)
+        return self.given[-1]
+
+    def again(self) -> Draws:
+        """What was given, once more and in order."""
+        given = iter(self.given)
+        return lambda: next(given).numpy()
+
+
+# What the papers say, in NumPy. ``f()`` and ``g()`` give the noise (n_x, n_y) of the next sample.
+
+
+def no_bilevel(o: Oracle, x: Array, y: Array, f: Draws, g: Draws, T: int) -> Points:
+    k, n = 0, len(x)
+    while True:
+        for _ in range(T):
+            y = y - GAMMA(k) * o.g_y(x, y, g()[n:])
+        f(), g()  # the report's
+        k += 1
+        yield x, y, y
+
+
+def f2ba(o: Oracle, x: Array, y: Array, f: Draws, g: Draws, T: int, lam: float) -> Points:
+    """With momentum 0.8 and restarts, whose B is 1.5 and then 0.75 times that, but at least 0.2."""
+    z = y.copy()
+    w = x
+    k, n, B = 0, len(x), 1.5
+    moves: list[float] = []
+    while True:
+        for _ in range(T):
+            zeta, phi = f(), g()
+            y, z = (
+                y - BETA(k) * (o.g_y(w, y, phi[n:]) + o.f_y(y, zeta[n:]) / lam),
+                z - GAMMA(k) * o.g_y(w, z, phi[n:]),
+            )
+        zeta, phi = f(), g()
+        direction = o.f_x(w, zeta[:n]) + lam * (o.g_x(w, y, phi[:n]) - o.g_x(w, z, phi[:n]))
+        x_before, x = x, w - UPPER(k) * direction
+        moves.append(float(np.sum((x - x_before) ** 2)))
+        if len(moves) * sum(moves) > max(B, 0.2) ** 2:
+            B *= 0.75
+            moves = []
+            w = x
+        else:
+            w = x + 0.8 * (x - x_before)
+        k += 1
+        yield w, y, z
+
+
+def vpbgd(
+    o: Oracle, x: Array, y: Array, f: Draws, g: Draws, T: int, shared: bool, start: str = "z"
+) -> Points:
+    z = y.copy()
+    k, n = 0, len(x)
+    while True:
+        if start == "y":
+            z = y.copy()
+        for _ in range(T):
+            z = z - GAMMA(k) * o.g_y(x, z, g()[n:])
+        gam = LAM(k)
+        zeta, phi_y = f(), g()
+        phi_z = phi_y if shared else g()
+        scale = min(1.0, 1 / gam)
+        d_x = o.f_x(x, zeta[:n]) + gam * (o.g_x(x, y, phi_y[:n]) - o.g_x(x, z, phi_z[:n]))
+        d_y = o.f_y(y, zeta[n:]) + gam * o.g_y(x, y, phi_y[n:])
+        x, y = x - UPPER(k) * scale * d_x, y - BETA(k) * scale * d_y
+        k += 1
+        yield x, y, z
+
+
+def meha(
+    o: Oracle, x: Array, y: Array, f: Draws, g: Draws, proximal: float, shared: bool
+) -> Points:
+    th = y.copy()
+    k, n = 0, len(x)
+    while True:
+        th = th - GAMMA(k) * (o.g_y(x, th, g()[n:]) + (th - y) / proximal)
+        c = LAM(k)
+        zeta, phi_y = f(), g()
+        phi_z = phi_y if shared else g()
+        d_x = o.f_x(x, zeta[:n]) / c + o.g_x(x, y, phi_y[:n]) - o.g_x(x, th, phi_z[:n])
+        d_y = o.f_y(y, zeta[n:]) / c + o.g_y(x, y, phi_y[n:]) - (y - th) / proximal
+        x, y = x - UPPER(k) * d_x, y - BETA(k) * d_y
+        k += 1
+        yield x, y, th
+
+
+def bome(
+    o: Oracle, x: Array, y: Array, f: Draws, g: Draws, T: int, barrier: str, shared: bool
+) -> Points:
+    k, n = 0, len(x)
+
+    def g_at(x: Array, y: Array, noise: Array) -> float:
+        residual = y - o.B @ x
+        return float(0.5 * residual @ o.A @ residual + noise[:n] @ x + noise[n:] @ y)
+
+    while True:
+        z = y
+        for _ in range(T):
+            z = z - 0.5 * o.g_y(x, z, g()[n:])
+        zeta, phi_y = f(), g()
+        phi_z = phi_y if shared else g()
+        grad_f = np.concatenate([o.f_x(x, zeta[:n]), o.f_y(y, zeta[n:])])
+        grad_q = np.concatenate(
+            [o.g_x(x, y, phi_y[:n]) - o.g_x(x, z, phi_z[:n]), o.g_y(x, y, phi_y[n:])]
+        )
+        size = grad_q @ grad_q
+        q = g_at(x, y, phi_y) - g_at(x, z, phi_z)
+        phi = 0.7 * (size if barrier == "gradient" else q)
+        lam = max(0.0, (phi - grad_f @ grad_q) / size)
+        d = grad_f + lam * grad_q
+        x, y = x - UPPER(k) * d[:n], y - GAMMA(k) * d[n:]
+        k += 1
+        yield x, y, z
+
+
+ACCELERATED = Nesterov(momentum=0.8, radius=1.5, least_radius=0.2, decay=0.75)
+RECURSIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "no bilevel": (NoBilevel(GAMMA, inner_steps=3), no_bilevel, {"T": 3}),
+    "f2ba": (
+        F2BA(**{**PENALTY, "multiplier": 7.0}, inner_steps=2, acceleration=ACCELERATED),
+        f2ba,
+        {"T": 2, "lam": 7.0},
+    ),
+    "vpbgd": (VPBGD(**PENALTY, inner_steps=3), vpbgd, {"T": 3, "shared": True}),
+    "vpbgd independent": (
+        VPBGD(**PENALTY, inner_steps=2, coupling="independent"),
+        vpbgd,
+        {"T": 2, "shared": False},
+    ),
+    "vpbgd from y": (
+        VPBGD(**PENALTY, inner_steps=4, start="y"),
+        vpbgd,
+        {"T": 4, "shared": True, "start": "y"},
+    ),
+    "meha": (MEHA(**PENALTY, proximal=3.0), meha, {"proximal": 3.0, "shared": True}),
+    "meha independent": (
+        MEHA(**PENALTY, proximal=3.0, coupling="independent"),
+        meha,
+        {"proximal": 3.0, "shared": False},
+    ),
+    "bome": (
+        BOME(**PLAIN, inner_lr=0.5, inner_steps=3, eta=0.7),
+        bome,
+        {"T": 3, "barrier": "gradient", "shared": True},
+    ),
+    "bome gap": (
+        BOME(**PLAIN, inner_lr=0.5, inner_steps=3, eta=0.7, barrier="gap"),
+        bome,
+        {"T": 3, "barrier": "gap", "shared": True},
+    ),
+    "bome independent": (
+        BOME(**PLAIN, inner_lr=0.5, inner_steps=2, eta=0.7, coupling="independent"),
+        bome,
+        {"T": 2, "barrier": "gradient", "shared": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.2], ids=["exact", "noisy"])
+@pytest.mark.parametrize(("method", "paper", "choices"), RECURSIONS.values(), ids=list(RECURSIONS))
+def test_iterates_equal_the_papers_recursion(
+    method: Any, paper: Any, choices: dict[str, Any], sigma: float
+) -> None:
+    problem = Quadratic(dim_x=3, dim_y=4, seed=3)
+    upper, lower = Recorded(7, sigma), Recorded(7, sigma)
+    solver = bilevel.Solver(
+        problem, method, problem.x0, problem.y0, upper_data=upper, lower_data=lower
+    )
+    upper.given.clear()  # what construction looked at
+    lower.given.clear()
+    found = []
+    for k in range(STEPS):
+        solver.step(measure=k % 2 == 0)
+        y = solver.state.penalised or solver.state.solution
+        found.append([v.value.detach().clone() for v in (solver.state.x, y, solver.state.solution)])
+    expected = paper(
+        Oracle.of(problem),
+        problem.x0.numpy(),
+        problem.y0.numpy(),
+        f=upper.again(),
+        g=lower.again(),
+        **choices,
+    )
+    used = 0
+    for step, known in zip(found, expected, strict=False):
+        used += 1
+        for mine, theirs in zip(step, known, strict=True):
+            np.testing.assert_allclose(mine.numpy(), theirs, rtol=0, atol=1e-10)
+    assert used == STEPS
+    assert not torch.equal(found[-1][1], problem.y0)
+
+
+# F2BA
+
+
+@pytest.mark.parametrize("more", [{}, {"single_pass": True}, {"coupling": "independent"}], ids=str)
+def test_f2ba_is_f2sa_with_a_constant_multiplier_bit_for_bit(more: dict[str, Any]) -> None:
+    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
+    choices = {**PENALTY, "multiplier": 8.0, "inner_steps": 3, **more}
+    data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+    solvers = [
+        bilevel.Solver(problem, m, problem.x0, problem.y0, **data)
+        for m in (F2BA(**choices), bilevel.F2SA(**choices))
+    ]
+    for _ in range(50):
+        infos = [solver.step() for solver in solvers]
+        assert infos[0] == infos[1]
+    assert torch.equal(solvers[0].x, solvers[1].x)
+    assert torch.equal(solvers[0].y, solvers[1].y)
+
+
+def test_acceleration_starts_afresh_after_long_travel_and_momentum_comes_back() -> None:
+    problem = Quadratic(dim_x=3, dim_y=4, seed=3)
+    method = F2BA(0.5, 0.3, multiplier=7.0, acceleration=ACCELERATED)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    counts, radii = [], []
+    for _ in range(60):
+        solver.step(measure=False)
+        saved = solver.state.x_update.state_dict()
+        counts.append(saved["count"])
+        radii.append(saved["radius"])
+    restarts = counts.count(0)
+    assert restarts >= 2
+    assert counts[-1] > 10
+    assert radii[-1] == pytest.approx(1.5 * 0.75**restarts)
+
+
+def test_a_state_saved_without_acceleration_is_refused_with_it() -> None:
+    plain, accelerated = (
+        noisy_run(F2BA(0.4, 0.1, acceleration=acceleration), 0, 1)
+        for acceleration in (None, Nesterov())
+    )
+    with pytest.raises(StateError, match="x was saved without acceleration"):
+        accelerated.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match="state of x was saved with"):
+        plain.load_state_dict(accelerated.state_dict())
+
+
+def test_momentum_0_is_no_acceleration() -> None:
+    problem = Quadratic(seed=1)
+    ends = [
+        bilevel.minimize(
+            problem,
+            problem.x0,
+            problem.y0,
+            method=F2BA(0.5, 0.3, acceleration=acceleration),
+            steps=50,
+        ).x
+        for acceleration in (None, Nesterov(momentum=0.0, radius=0.1))
+    ]
+    assert torch.equal(*ends)
+
+
+def test_acceleration_needs_fewer_steps_on_an_ill_conditioned_problem() -> None:
+    scales = torch.logspace(0, -1, 6, dtype=torch.float64)  # F has condition number 90
+    problem = Quadratic(
+        A=torch.eye(6, dtype=torch.float64), B=torch.diag(scales), rho=0.001, seed=0
+    )
+
+    def steps_to(tolerance: float, acceleration: Nesterov | None) -> int:
+        method = F2BA(1.0, 0.9, multiplier=1e3, inner_steps=2, acceleration=acceleration)
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        while problem.penalised_gradient(solver.x, 1e3).norm() > tolerance:
+            solver.step(measure=False)
+            assert solver.k < 10_000
+        return solver.k
+
+    plain = steps_to(1e-3, None)
+    assert steps_to(1e-3, Nesterov(momentum=0.9)) < plain / 4
+    # a small radius restarts again and again, and loses little more than the gain
+    assert steps_to(1e-3, Nesterov(momentum=0.9, radius=0.1, least_radius=0.01)) < 1.1 * plain
+
+
+def test_accelerated_iterates_stay_in_their_set() -> None:
+    base = Quadratic(seed=0)
+    problem = bilevel.Problem(base.upper, base.lower, x_set=bilevel.sets.Box(-0.3, 0.3))
+    solver = bilevel.Solver(
+        problem, F2BA(0.5, 0.5, multiplier=100.0, acceleration=Nesterov()), base.x0, base.y0
+    )
+    for _ in range(100):
+        solver.step(measure=False)
+        assert solver.x.abs().max() <= 0.3
+    x = solver.x
+    step = (x - base.penalised_gradient(x, 100.0)).clamp(-0.3, 0.3)
+    torch.testing.assert_close(step, x, rtol=0, atol=1e-6)  # the constrained optimum
+
+
+# NoBilevel
+
+
+def test_no_bilevel_never_moves_x_and_reports_a_direction_of_0() -> None:
+    problem = WeightedLogistic(train=30, trusted=25, dim=4)
+    data: dict[str, Any] = {
+        "upper_data": problem.upper_data,
+        "lower_data": problem.lower_data,
+        "batch_size": 5,
+        "direction_batch_size": "all",
+    }
+    solver = bilevel.Solver(problem, NoBilevel(0.1), problem.x0, problem.y0, **data)
+    for _ in range(5):
+        info = solver.step()
+    assert torch.equal(solver.x, problem.x0)
+    assert float(info.direction_norm) == 0
+    assert np.isnan(info.multiplier)
+    assert torch.isnan(info.gap)
+    torch.testing.assert_close(info.upper, problem.upper(problem.x0, solver.y, None))
+    torch.testing.assert_close(info.lower, problem.lower(problem.x0, solver.y, None))
+
+
+# Properties that all of them have
+
+# settings a user could choose, the steps taken, and to what ||grad F||^2 falls from its start
+REACHES: dict[str, tuple[Any, int, float]] = {
+    "f2ba": (F2BA(1.0, 0.8, multiplier=3000.0), 40, 1e-6),
+    "f2ba accelerated": (F2BA(1.0, 0.8, multiplier=3000.0, acceleration=Nesterov(0.5)), 40, 1e-6),
+    "vpbgd": (VPBGD(1.0, 2.0, multiplier=Power(1.0, 5, 1.0), inner_steps=1), 2800, 1e-6),
+    "meha": (MEHA(0.9, 2.0, multiplier=Ramp(1.0, 1500.0, 5000), proximal=100.0), 2500, 1e-6),
+    # 1e-6 after 2802 steps, as its rate says; here only the way there
+    "bome": (
+        BOME(Power(0.3, 10, -1), Power(1.0, 10, -1), inner_lr=1.8, inner_steps=32),
+        700,
+        2e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "steps", "factor"), REACHES.values(), ids=list(REACHES))
+def test_reaches_the_solution_of_the_bilevel_problem(
+    method: Any, steps: int, factor: float
+) -> None:
+    problem = Quadratic(seed=0)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    for _ in range(steps):
+        solver.step(measure=False)
+    start, end = (problem.gradient(x).square().sum() for x in (problem.x0, solver.x))
+    assert end <= factor * start
+
+
+SMALL: dict[str, Any] = {
+    "f2ba": F2BA(0.4, 0.1, multiplier=5.0, inner_steps=2, acceleration=ACCELERATED),
+    "no bilevel": NoBilevel(0.4, inner_steps=2),
+    "no bilevel Adam": NoBilevel(lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
+    "vpbgd": VPBGD(0.4, 0.2, multiplier=5.0, inner_steps=2),
+    "vpbgd from y": VPBGD(0.4, 0.2, multiplier=5.0, inner_steps=2, start="y"),
+    "vpbgd optimizers": VPBGD(
+        multiplier=5.0,
+        inner_steps=2,
+        lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    ),
+    "meha": MEHA(0.4, 0.2, multiplier=5.0, proximal=2.0),
+    "meha independent": MEHA(0.4, 0.2, multiplier=5.0, coupling="independent"),
+    "bome": BOME(0.1, 0.1, inner_lr=0.4, inner_steps=2),
+    "bome gap": BOME(0.1, 0.1, inner_steps=2, barrier="gap"),
+}
+everyone = pytest.mark.parametrize("method", SMALL.values(), ids=list(SMALL))
+
+
+def noisy_run(method: Any, seed: int, steps: int) -> bilevel.Solver:
+    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
+    solver = bilevel.Solver(
+        problem,
+        method,
+        problem.x0,
+        problem.y0,
+        upper_data=problem.upper_noise,
+        lower_data=problem.lower_noise,
+        seed=seed,
+    )
+    for _ in range(steps):
+        solver.step()
+    return solver
+
+
+@everyone
+def test_a_state_dict_in_mid_run_changes_nothing(method: Any) -> None:
+    whole, half = noisy_run(method, 3, 20), noisy_run(method, 3, 11)
+    state = copy.deepcopy(half.state_dict())
+    half.step()  # the saved state is a copy, not a view
+    resumed = noisy_run(method, 4, 2)
+    resumed.load_state_dict(state)
+    assert resumed.k == 11
+    for _ in range(9):
+        resumed.step()
+    assert torch.equal(resumed.x, whole.x)
+    assert torch.equal(resumed.y, whole.y)
+
+
+@everyone
+def test_measuring_does_not_change_the_run(method: Any) -> None:
+    measured, not_measured = noisy_run(method, 0, 10), noisy_run(method, 0, 0)
+    for _ in range(10):
+        not_measured.step(measure=False)
+    assert torch.equal(measured.x, not_measured.x)
+    assert torch.equal(measured.y, not_measured.y)
+
+
+@everyone
+def test_leaves_no_gradients_and_no_flags_behind(method: Any) -> None:
+    state = noisy_run(method, 0, 3).state
+    for variable in (state.x, state.solution, state.penalised or state.solution):
+        for leaf in variable.leaves:
+            assert leaf.grad is None
+            assert leaf.requires_grad
+
+
+class Holder(nn.Module):
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.head = nn.Parameter(tensor[:2].clone())
+        self.tail = nn.Parameter(tensor[2:].clone())
+
+    def forward(self) -> Tensor:
+        return torch.cat([self.head, self.tail])
+
+
+GUISES: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Any]]] = {
+    "tree": (lambda v: torch.cat([v["a"], v["b"][0]]), lambda t: {"a": t[:2], "b": (t[2:],)}),
+    "module": (lambda v: v(), Holder),
+}
+
+
+@everyone
+@pytest.mark.parametrize("guise", GUISES)
+def test_trees_and_modules_give_the_tensors_iterates(method: Any, guise: str) -> None:
+    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
+    view, dressed = GUISES[guise]
+    other = bilevel.Solver(
+        bilevel.Problem(
+            lambda x, y, b: problem.upper(view(x), view(y), b),
+            lambda x, y, b: problem.lower(view(x), view(y), b),
+        ),
+        method,
+        dressed(problem.x0),
+        dressed(problem.y0),
+        upper_data=problem.upper_noise,
+        lower_data=problem.lower_noise,
+    )
+    for _ in range(10):
+        other.step()
+    known = noisy_run(method, 0, 10)
+    torch.testing.assert_close(view(other.x).detach(), known.x, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(view(other.y).detach(), known.y, rtol=1e-9, atol=1e-12)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """y^2 / 2 whose backward has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return 0.5 * (y * y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+@everyone
+def test_nothing_is_differentiated_twice(method: Any) -> None:
+    half_square: Any = OnceDifferentiable.apply
+    problem = bilevel.Problem(
+        lambda x, y, b: half_square(y - 1).sum(),
+        lambda x, y, b: half_square(y - x).sum(),
+    )
+    start = torch.zeros(3, dtype=torch.float64)
+    result = bilevel.minimize(problem, start, start, method=method, steps=300, record_every=100)
+    if not isinstance(method, NoBilevel):
+        assert (result.x - 1).abs().max() < 0.5
+
+
+def test_info_is_taken_at_the_point_of_the_joint_step() -> None:
+    problem = Quadratic(seed=1)
+    for method, scale in (
+        (VPBGD(0.5, 0.1, multiplier=4.0), 1 / 4),
+        (VPBGD(0.5, 0.1, multiplier=0.5), 1.0),
+        (MEHA(0.5, 0.1, multiplier=4.0), 1 / 4),
+        (BOME(0.1, 0.1, inner_lr=0.5), 1.0),
+    ):
+        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        solver.step()
+        x, y = solver.x, solver.state.penalised.value.detach().clone()
+        info = solver.step()
+        assert info.lower is not None
+        assert info.direction_norm is not None
+        torch.testing.assert_close(info.upper, problem.upper(x, solver.y, None))
+        torch.testing.assert_close(info.lower, problem.lower(x, solver.y, None))
+        torch.testing.assert_close(info.gap, problem.lower(x, y, None) - info.lower)
+        torch.testing.assert_close(info.direction_norm * 0.1 * scale, (solver.x - x).norm())
+
+
+@pytest.mark.parametrize(
+    ("method", "f", "g", "backwards"),
+    [
+        (NoBilevel(inner_steps=4), 0, 4, 4),
+        (VPBGD(inner_steps=4), 1, 6, 5),
+        (MEHA(), 1, 3, 2),
+        (BOME(inner_steps=4), 1, 6, 6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, bilevel.methods.Method) else "",
+)
+def test_a_step_costs_what_the_algorithm_says(
+    method: Any, f: int, g: int, backwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"f": 0, "g": 0, "backward": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **more)
+
+        return call
+
+    base = Quadratic()
+    problem = bilevel.Problem(counted("f", base.upper), counted("g", base.lower))
+    solver = bilevel.Solver(problem, method, base.x0, base.y0)
+    monkeypatch.setattr(torch.Tensor, "backward", counted("backward", torch.Tensor.backward))
+    counts.update(f=0, g=0)
+    solver.step(measure=False)
+    assert counts == {"f": f, "g": g, "backward": backwards}
+
+
+@pytest.mark.parametrize("coupling", ["shared", "independent"])
+@pytest.mark.parametrize("make", [VPBGD, MEHA, BOME])
+def test_a_sweep_is_the_full_gradient_whatever_the_chunks(make: Any, coupling: Any) -> None:
+    problem = WeightedLogistic(train=31, trusted=17, dim=3)
+    ends = []
+    for chunk in (4, 31):
+        solver = bilevel.Solver(
+            problem,
+            make(0.1, 0.5, coupling=coupling),
+            problem.x0,
+            problem.y0 + 0.3,
+            upper_data=problem.upper_data,
+            lower_data=problem.lower_data,
+            batch_size=4,
+            chunk_size=chunk,
+            direction_batch_size="all",
+        )
+        for _ in range(3):
+            solver.step()
+        ends.append((solver.x, solver.y))
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def test_sets_hold_every_variable() -> None:
+    base = Quadratic(seed=0)
+    problem = bilevel.Problem(
+        base.upper, base.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(0.1)
+    )
+    for method in SMALL.values():
+        solver = bilevel.Solver(problem, method, base.x0, base.y0)
+        for _ in range(10):
+            solver.step()
+            assert solver.x.abs().max() <= 0.2
+            for y in (solver.state.solution, solver.state.penalised or solver.state.solution):
+                assert y.value.norm() <= 0.1 + 1e-12
+
+
+def test_running_statistics_move_with_their_own_copys_steps_only() -> None:
+    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) + 5
+
+    def lower(x: Tensor, y: nn.Module, batch: Tensor) -> Tensor:
+        return (y(batch) ** 2).mean() + (x**2).sum() * sum((p**2).sum() for p in y.parameters())
+
+    def upper(x: Tensor, y: nn.Module, batch: Tensor) -> Tensor:
+        return ((y(batch) - 1) ** 2).mean()
+
+    for method, of_y, of_z in (
+        (VPBGD(inner_steps=3), 2, 3),  # y sees f and g in the joint step, z its T steps
+        (MEHA(), 2, 1),
+        (BOME(inner_steps=3), 2, 3),
+    ):
+        solver = bilevel.Solver(
+            bilevel.Problem(upper, lower),
+            method,
+            torch.ones(1),
+            nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)),
+            upper_data=inputs,
+            lower_data=inputs,
+        )
+        solver.step()
+        y, z = solver.state.penalised, solver.state.solution
+        assert [int(v.value[0].num_batches_tracked) for v in (y, z)] == [of_y, of_z]
+
+
+@pytest.mark.parametrize("name", ["vpbgd", "meha", "bome", "no bilevel"])
+def test_a_non_finite_number_stops_the_run_before_it_is_used(name: str) -> None:
+    problem = bilevel.Problem(
+        lambda x, y, b: (y**2).sum(),
+        lambda x, y, b: ((y - x) ** 2).sum() * (float("nan") if y[0] > 0.01 else 1.0),
+    )
+    solver = bilevel.Solver(problem, SMALL[name], torch.ones(2), torch.zeros(2))
+
+    def run() -> None:
+        for _ in range(10):
+            solver.step()
+
+    with pytest.raises(NonFiniteError, match=r"lower\(x, (y|z|theta)\) is not finite at step"):
+        run()
+    for variable in (solver.state.x, solver.state.solution):
+        assert torch.isfinite(variable.value).all()
+
+
+# BOME
+
+
+@pytest.mark.parametrize("barrier", ["gradient", "gap"])
+def test_bome_reports_the_smallest_multiplier_that_keeps_the_gap_falling(barrier: Any) -> None:
+    problem = Quadratic(seed=1)
+    method = BOME(0.1, 0.1, inner_lr=0.5, inner_steps=5, eta=0.7, barrier=barrier)
+    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    positive = 0
+    for _ in range(30):
+        x = solver.x.requires_grad_()
+        y = solver.state.penalised.value.detach().clone().requires_grad_()
+        info = solver.step()
+        f = problem.upper(x, y, None)
+        q = problem.lower(x, y, None) - problem.lower(x, solver.y, None)
+        grad_f = torch.cat(torch.autograd.grad(f, [x, y]))
+        grad_q = torch.cat(torch.autograd.grad(q, [x, y]))
+        wanted = 0.7 * (grad_q @ grad_q if barrier == "gradient" else q.detach())
+        rate = (grad_f + info.multiplier * grad_q) @ grad_q
+        assert rate >= wanted - 1e-12
+        if info.multiplier > 0:
+            positive += 1
+            torch.testing.assert_close(rate, wanted, rtol=1e-9, atol=1e-12)
+    assert positive > 10
+
+
+def test_bome_follows_f_alone_where_the_gap_has_no_slope() -> None:
+    problem = bilevel.Problem(
+        lambda x, y, b: ((y - 1) ** 2).sum() + (x**2).sum(),
+        lambda x, y, b: 0 * (x * y).sum(),
+    )
+    solver = bilevel.Solver(problem, BOME(0.1, 0.1), torch.ones(2), torch.zeros(2))
+    info = solver.step()
+    assert info.multiplier == 0
+    torch.testing.assert_close(solver.x, torch.full((2,), 0.8))
+    torch.testing.assert_close(solver.state.penalised.value.detach(), torch.full((2,), 0.2))
+
+
+def test_bome_inner_lr_is_lower_lr_unless_given() -> None:
+    assert BOME(0.3, 0.2).alpha(0) == 0.3
+    assert BOME(lower_optimizer=torch.optim.SGD).alpha(0) == 0.1  # type: ignore[arg-type]
+    assert BOME(0.3, inner_lr=Power(0.5, 1, -1)).alpha(1) == 0.25
+
+
+# MEHA
+
+
+def test_meha_multiplier_is_c0_times_k_plus_1_to_the_p() -> None:
+    assert [MEHA().rates.multiplier(k) for k in (0, 15)] == [10.0, 20.0]
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[BilevelError], str]] = {
+    "f2ba schedule": (lambda: F2BA(multiplier=LAM), ArgumentTypeError, r"multiplier.*Power"),
+    "f2ba constant schedule": (
+        lambda: F2BA(multiplier=Constant(3.0)),
+        ArgumentTypeError,
+        r"multiplier.*Constant",
+    ),
+    "f2ba multiplier": (lambda: F2BA(multiplier=-1.0), ArgumentError, "multiplier.*-1"),
+    "f2ba acceleration": (
+        lambda: F2BA(acceleration=0.9),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        "acceleration.*0.9",
+    ),
+    "f2ba acceleration and optimizer": (
+        lambda: F2BA(
+            acceleration=Nesterov(),
+            upper_optimizer=torch.optim.Adam,  # type: ignore[arg-type]
+        ),
+        ArgumentError,
+        "upper_optimizer.*acceleration",
+    ),
+    "momentum 1": (lambda: Nesterov(momentum=1.0), ArgumentError, "momentum.*1.0"),
+    "momentum negative": (lambda: Nesterov(momentum=-0.1), ArgumentError, "momentum.*-0.1"),
+    "radius 0": (lambda: Nesterov(radius=0.0), ArgumentError, "radius.*0.0"),
+    "least_radius": (lambda: Nesterov(least_radius=-1.0), ArgumentError, "least_radius.*-1"),
+    "decay above 1": (lambda: Nesterov(decay=1.5), ArgumentError, "decay.*1.5"),
+    "decay text": (lambda: Nesterov(decay="1"), ArgumentTypeError, "decay.*'1'"),  # type: ignore[arg-type]
+    "no bilevel rate": (lambda: NoBilevel(0.0), ArgumentError, "lower_lr.*0.0"),
+    "no bilevel steps": (lambda: NoBilevel(inner_steps=0), ArgumentError, "inner_steps.*0"),
+    "no bilevel both": (
+        lambda: NoBilevel(0.1, lower_optimizer=torch.optim.Adam),  # type: ignore[arg-type]
+        ArgumentError,
+        "lower_lr=0.1.*lower_optimizer",
+    ),
+    "vpbgd start": (lambda: VPBGD(start="x"), ArgumentError, "start.*'x'"),  # type: ignore[arg-type]
+    "vpbgd steps": (lambda: VPBGD(inner_steps=1.5), ArgumentError, "inner_steps.*1.5"),  # type: ignore[arg-type]
+    "vpbgd coupling": (lambda: VPBGD(coupling="no"), ArgumentError, "coupling.*'no'"),  # type: ignore[arg-type]
+    "meha proximal": (lambda: MEHA(proximal=0.0), ArgumentError, "proximal.*0.0"),
+    "meha proximal nan": (lambda: MEHA(proximal=float("nan")), ArgumentError, "proximal.*nan"),
+    "meha multiplier": (lambda: MEHA(multiplier=0.0), ArgumentError, "multiplier.*0.0"),
+    "bome barrier": (lambda: BOME(barrier="q"), ArgumentError, "barrier.*'q'"),  # type: ignore[arg-type]
+    "bome eta": (lambda: BOME(eta=-0.5), ArgumentError, "eta.*-0.5"),
+    "bome inner_lr": (lambda: BOME(inner_lr=-1.0), ArgumentError, "inner_lr.*-1"),
+    "bome steps": (lambda: BOME(inner_steps=0), ArgumentError, "inner_steps.*0"),
+    "bome coupling": (lambda: BOME(coupling="no"), ArgumentError, "coupling.*'no'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD.values(), ids=list(BAD))
+def test_bad_arguments_are_named(
+    make: Callable[[], Any], error: type[BilevelError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_methods_are_values() -> None:
+    for make in (F2BA, VPBGD, MEHA, BOME, NoBilevel):
+        assert make(0.1) == make(lower_lr=0.1)
+        assert make(0.1) != make(0.2)
+        assert hash(make(0.1)) == hash(make(0.1))
+        assert make.properties.order == 1
+        assert make.properties.reference
