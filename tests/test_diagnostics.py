@@ -435,7 +435,11 @@ class NotAPenaltyMethod(Method[Any]):
         ("sgd", ArgumentError, "method='sgd' is not known; known are 'f2sa', 'f3sa'"),
         (F2SA, ArgumentTypeError, "an instance is needed"),
         (7, ArgumentTypeError, "method .* not 7"),
-        (NotAPenaltyMethod(), ArgumentTypeError, "method must be a penalty method"),
+        (
+            NotAPenaltyMethod(),
+            ArgumentTypeError,
+            "method must be one whose x direction is a finite difference",
+        ),
     ],
     ids=["unknown", "class", "number", "other method"],
 )

@@ -337,7 +337,7 @@ METHODS = {
     "number": Bad(
         lambda: construct(method=3),
         ArgumentTypeError,
-        "^method must be one of 'f2sa', 'f3sa' or a method object, not 3",
+        "^method must be one of 'f2sa', 'f3sa', .* or a method object, not 3",
     ),
     "inner_steps": Bad(
         lambda: F2SA(inner_steps=0), ArgumentError, "^inner_steps .* at least 1, not 0"
