@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 # The problems here are tiny: a second thread costs more than it brings.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Modules that a test builds begin at the same weights, whatever ran before it."""
+    torch.manual_seed(0)

@@ -264,7 +264,7 @@ def test_x_stays_inside_and_finds_the_constrained_optimum(
     known = bilevel.problems.Quadratic(condition=2.0, rho=0.5, seed=3)
     A, B, t = (tensor.numpy() for tensor in (known.A, known.B, known.t))
 
-    def gradient(x: Array) -> Array:  # of L*_lam, ALGORITHMS 1.1
+    def gradient(x: Array) -> Array:  # of L*_lam
         solved = np.linalg.solve(np.eye(5) + MULTIPLIER * A, B @ x - t)
         return np.asarray(known.rho * x + MULTIPLIER * B.T @ A @ solved)
 

@@ -647,7 +647,7 @@ def test_a_direction_size_needs_data_that_can_be_counted(name: str, size: Any) -
         list(stream_of_kind(name).parts(size, None))
 
 
-# T7 of ALGORITHMS: the noise of lam * (grad_x g(x, y) - grad_x g(x, z))
+# The noise of lam * (grad_x g(x, y) - grad_x g(x, z))
 
 LOGISTIC = bilevel.problems.WeightedLogistic(train=200, trusted=50, dim=10)
 MULTIPLIERS = (5.0, 20.0, 100.0, 500.0)

@@ -19,6 +19,7 @@ from bilevel.methods import METHODS
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
 from bilevel.schedules import Power, Ramp
+from tests.methods.common import OnceDifferentiable
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,24 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 _F2SA, _F3SA = BY_NAME["f2sa"].settings, BY_NAME["f3sa"].settings
+_OPTIMIZERS: dict[str, Any] = {
+    "lower_optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+    "upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+}
 VARIANTS = [
     *CASES,
     Case("f2sa", {**_F2SA, "single_pass": True, "inner_steps": 3}, 10, "single pass"),
     Case("f2sa", {**_F2SA, "coupling": "independent", "inner_steps": 2}, 10, "independent"),
     Case("f2sa", {**_F2SA, "scheme": "midpoint", "inner_steps": 2}, 10, "midpoint"),
     Case("f2sa", {**_F2SA, "scheme": "central", "order": 4}, 10, "central"),
-    Case(
-        "f2sa",
-        {
-            "inner_steps": 2,
-            "lower_optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
-            "upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-        },
-        10,
-        "optimizers",
-    ),
+    Case("f2sa", {"inner_steps": 2, **_OPTIMIZERS}, 10, "optimizers"),
     Case("f3sa", {**_F3SA, "recursion": "combined"}, 10, "combined"),
     Case("f2ba", {**_F2SA, "acceleration": Nesterov(0.5)}, 10, "accelerated"),
+    Case("vpbgd", {"multiplier": 5.0, "inner_steps": 2, "start": "y"}, 10, "from y"),
+    Case("vpbgd", {"multiplier": 5.0, "inner_steps": 2, **_OPTIMIZERS}, 10, "optimizers"),
+    Case("meha", {"multiplier": 5.0, "coupling": "independent"}, 10, "independent"),
+    Case("bome", {"inner_steps": 2, "barrier": "gap"}, 10, "gap"),
+    Case("no-bilevel", {"lower_optimizer": _OPTIMIZERS["lower_optimizer"]}, 10, "optimizer"),
 ]
 
 
@@ -282,6 +283,20 @@ def _noisy_run(case: Case, seed: int, steps: int) -> bilevel.Solver:
 
 
 @variants
+def test_iterates_stay_in_their_sets(case: Case) -> None:
+    base = Quadratic(seed=0)
+    problem = bilevel.Problem(
+        base.upper, base.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(0.1)
+    )
+    solver = bilevel.Solver(problem, case.method(), base.x0, base.y0)
+    for _ in range(10):
+        solver.step()
+        assert solver.x.abs().max() <= 0.2
+        for y in (solver.state.solution, solver.state.penalised or solver.state.solution):
+            assert y.value.norm() <= 0.1 + 1e-12
+
+
+@variants
 def test_same_seed_same_bits_and_another_seed_not(case: Case) -> None:
     first, again, other = (_noisy_run(case, seed, 15) for seed in (0, 0, 1))
     assert torch.equal(first.x, again.x)
@@ -310,23 +325,8 @@ def test_a_state_of_another_method_is_refused() -> None:
         f3sa.load_state_dict(f2sa.state_dict())
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """y^2 / 2 whose backward has no backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.save_for_backward(y)
-        return 0.5 * (y * y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * y
-
-
 def _twice_is_too_often() -> bilevel.Problem:
-    half_square: Any = _OnceDifferentiable.apply
+    half_square: Any = OnceDifferentiable.apply
     return bilevel.Problem(
         lambda x, y, b: half_square(y - 1).sum(),
         lambda x, y, b: half_square(y - x).sum(),
@@ -354,7 +354,16 @@ def test_second_order_methods_say_that_they_must(case: Case) -> None:
         solver.step()
 
 
-@cases
+@variants
+def test_measuring_does_not_change_the_run(case: Case) -> None:
+    measured, not_measured = _noisy_run(case, 0, 6), _noisy_run(case, 0, 0)
+    for _ in range(6):
+        not_measured.step(measure=False)
+    assert torch.equal(measured.x, not_measured.x)
+    assert torch.equal(measured.y, not_measured.y)
+
+
+@variants
 def test_leaves_no_gradients_and_no_flags_behind(case: Case) -> None:
     solver = _noisy_run(case, 0, 3)
     for leaf in (*solver.state.x.leaves, *solver.state.solution.leaves):

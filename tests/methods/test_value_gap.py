@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from bilevel.methods.meha import MEHA
 from bilevel.methods.no_bilevel import NoBilevel
 from bilevel.methods.vpbgd import VPBGD
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Constant, Power, Ramp
+from bilevel.schedules import Constant, Power
 from tests.methods.recursions import Oracle
 
 Array = npt.NDArray[np.float64]
@@ -279,8 +278,9 @@ def test_acceleration_starts_afresh_after_long_travel_and_momentum_comes_back() 
 
 
 def test_a_state_saved_without_acceleration_is_refused_with_it() -> None:
+    problem = Quadratic(seed=1)
     plain, accelerated = (
-        noisy_run(F2BA(0.4, 0.1, acceleration=acceleration), 0, 1)
+        bilevel.Solver(problem, F2BA(0.4, 0.1, acceleration=acceleration), problem.x0, problem.y0)
         for acceleration in (None, Nesterov())
     )
     with pytest.raises(StateError, match="x was saved without acceleration"):
@@ -363,165 +363,6 @@ def test_no_bilevel_never_moves_x_and_reports_a_direction_of_0() -> None:
 # Properties that all of them have
 
 # settings a user could choose, the steps taken, and to what ||grad F||^2 falls from its start
-REACHES: dict[str, tuple[Any, int, float]] = {
-    "f2ba": (F2BA(1.0, 0.8, multiplier=3000.0), 40, 1e-6),
-    "f2ba accelerated": (F2BA(1.0, 0.8, multiplier=3000.0, acceleration=Nesterov(0.5)), 40, 1e-6),
-    "vpbgd": (VPBGD(1.0, 2.0, multiplier=Power(1.0, 5, 1.0), inner_steps=1), 2800, 1e-6),
-    "meha": (MEHA(0.9, 2.0, multiplier=Ramp(1.0, 1500.0, 5000), proximal=100.0), 2500, 1e-6),
-    # 1e-6 after 2802 steps, as its rate says; here only the way there
-    "bome": (
-        BOME(Power(0.3, 10, -1), Power(1.0, 10, -1), inner_lr=1.8, inner_steps=32),
-        700,
-        2e-5,
-    ),
-}
-
-
-@pytest.mark.parametrize(("method", "steps", "factor"), REACHES.values(), ids=list(REACHES))
-def test_reaches_the_solution_of_the_bilevel_problem(
-    method: Any, steps: int, factor: float
-) -> None:
-    problem = Quadratic(seed=0)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
-    for _ in range(steps):
-        solver.step(measure=False)
-    start, end = (problem.gradient(x).square().sum() for x in (problem.x0, solver.x))
-    assert end <= factor * start
-
-
-SMALL: dict[str, Any] = {
-    "f2ba": F2BA(0.4, 0.1, multiplier=5.0, inner_steps=2, acceleration=ACCELERATED),
-    "no bilevel": NoBilevel(0.4, inner_steps=2),
-    "no bilevel Adam": NoBilevel(lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
-    "vpbgd": VPBGD(0.4, 0.2, multiplier=5.0, inner_steps=2),
-    "vpbgd from y": VPBGD(0.4, 0.2, multiplier=5.0, inner_steps=2, start="y"),
-    "vpbgd optimizers": VPBGD(
-        multiplier=5.0,
-        inner_steps=2,
-        lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
-        upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    ),
-    "meha": MEHA(0.4, 0.2, multiplier=5.0, proximal=2.0),
-    "meha independent": MEHA(0.4, 0.2, multiplier=5.0, coupling="independent"),
-    "bome": BOME(0.1, 0.1, inner_lr=0.4, inner_steps=2),
-    "bome gap": BOME(0.1, 0.1, inner_steps=2, barrier="gap"),
-}
-everyone = pytest.mark.parametrize("method", SMALL.values(), ids=list(SMALL))
-
-
-def noisy_run(method: Any, seed: int, steps: int) -> bilevel.Solver:
-    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
-    solver = bilevel.Solver(
-        problem,
-        method,
-        problem.x0,
-        problem.y0,
-        upper_data=problem.upper_noise,
-        lower_data=problem.lower_noise,
-        seed=seed,
-    )
-    for _ in range(steps):
-        solver.step()
-    return solver
-
-
-@everyone
-def test_a_state_dict_in_mid_run_changes_nothing(method: Any) -> None:
-    whole, half = noisy_run(method, 3, 20), noisy_run(method, 3, 11)
-    state = copy.deepcopy(half.state_dict())
-    half.step()  # the saved state is a copy, not a view
-    resumed = noisy_run(method, 4, 2)
-    resumed.load_state_dict(state)
-    assert resumed.k == 11
-    for _ in range(9):
-        resumed.step()
-    assert torch.equal(resumed.x, whole.x)
-    assert torch.equal(resumed.y, whole.y)
-
-
-@everyone
-def test_measuring_does_not_change_the_run(method: Any) -> None:
-    measured, not_measured = noisy_run(method, 0, 10), noisy_run(method, 0, 0)
-    for _ in range(10):
-        not_measured.step(measure=False)
-    assert torch.equal(measured.x, not_measured.x)
-    assert torch.equal(measured.y, not_measured.y)
-
-
-@everyone
-def test_leaves_no_gradients_and_no_flags_behind(method: Any) -> None:
-    state = noisy_run(method, 0, 3).state
-    for variable in (state.x, state.solution, state.penalised or state.solution):
-        for leaf in variable.leaves:
-            assert leaf.grad is None
-            assert leaf.requires_grad
-
-
-class Holder(nn.Module):
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.head = nn.Parameter(tensor[:2].clone())
-        self.tail = nn.Parameter(tensor[2:].clone())
-
-    def forward(self) -> Tensor:
-        return torch.cat([self.head, self.tail])
-
-
-GUISES: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Any]]] = {
-    "tree": (lambda v: torch.cat([v["a"], v["b"][0]]), lambda t: {"a": t[:2], "b": (t[2:],)}),
-    "module": (lambda v: v(), Holder),
-}
-
-
-@everyone
-@pytest.mark.parametrize("guise", GUISES)
-def test_trees_and_modules_give_the_tensors_iterates(method: Any, guise: str) -> None:
-    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
-    view, dressed = GUISES[guise]
-    other = bilevel.Solver(
-        bilevel.Problem(
-            lambda x, y, b: problem.upper(view(x), view(y), b),
-            lambda x, y, b: problem.lower(view(x), view(y), b),
-        ),
-        method,
-        dressed(problem.x0),
-        dressed(problem.y0),
-        upper_data=problem.upper_noise,
-        lower_data=problem.lower_noise,
-    )
-    for _ in range(10):
-        other.step()
-    known = noisy_run(method, 0, 10)
-    torch.testing.assert_close(view(other.x).detach(), known.x, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(view(other.y).detach(), known.y, rtol=1e-9, atol=1e-12)
-
-
-class OnceDifferentiable(torch.autograd.Function):
-    """y^2 / 2 whose backward has no backward."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.save_for_backward(y)
-        return 0.5 * (y * y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * y
-
-
-@everyone
-def test_nothing_is_differentiated_twice(method: Any) -> None:
-    half_square: Any = OnceDifferentiable.apply
-    problem = bilevel.Problem(
-        lambda x, y, b: half_square(y - 1).sum(),
-        lambda x, y, b: half_square(y - x).sum(),
-    )
-    start = torch.zeros(3, dtype=torch.float64)
-    result = bilevel.minimize(problem, start, start, method=method, steps=300, record_every=100)
-    if not isinstance(method, NoBilevel):
-        assert (result.x - 1).abs().max() < 0.5
 
 
 def test_info_is_taken_at_the_point_of_the_joint_step() -> None:
@@ -599,20 +440,6 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks(make: Any, coupling: A
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
-def test_sets_hold_every_variable() -> None:
-    base = Quadratic(seed=0)
-    problem = bilevel.Problem(
-        base.upper, base.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(0.1)
-    )
-    for method in SMALL.values():
-        solver = bilevel.Solver(problem, method, base.x0, base.y0)
-        for _ in range(10):
-            solver.step()
-            assert solver.x.abs().max() <= 0.2
-            for y in (solver.state.solution, solver.state.penalised or solver.state.solution):
-                assert y.value.norm() <= 0.1 + 1e-12
-
-
 def test_running_statistics_move_with_their_own_copys_steps_only() -> None:
     inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)) + 5
 
@@ -640,13 +467,22 @@ def test_running_statistics_move_with_their_own_copys_steps_only() -> None:
         assert [int(v.value[0].num_batches_tracked) for v in (y, z)] == [of_y, of_z]
 
 
-@pytest.mark.parametrize("name", ["vpbgd", "meha", "bome", "no bilevel"])
-def test_a_non_finite_number_stops_the_run_before_it_is_used(name: str) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        VPBGD(0.4, 0.2, multiplier=5.0, inner_steps=2),
+        MEHA(0.4, 0.2, multiplier=5.0, proximal=2.0),
+        BOME(0.1, 0.1, inner_lr=0.4, inner_steps=2),
+        NoBilevel(0.4, inner_steps=2),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_non_finite_number_stops_the_run_before_it_is_used(method: Any) -> None:
     problem = bilevel.Problem(
         lambda x, y, b: (y**2).sum(),
         lambda x, y, b: ((y - x) ** 2).sum() * (float("nan") if y[0] > 0.01 else 1.0),
     )
-    solver = bilevel.Solver(problem, SMALL[name], torch.ones(2), torch.zeros(2))
+    solver = bilevel.Solver(problem, method, torch.ones(2), torch.zeros(2))
 
     def run() -> None:
         for _ in range(10):

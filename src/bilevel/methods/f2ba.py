@@ -82,7 +82,7 @@ class NesterovUpdate(Update):
             self._radius *= self._choices.decay
         else:
             torch._foreach_add_(leaves, moved, alpha=self._choices.momentum)
-            self._project()  # the point of evaluation stays in the set as well
+            self.project()  # the point of evaluation stays in the set as well
         self._before = stepped
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class F2SAState(State):
         centre: which of the points is the lower solution.
         multiplier: lam of the last step taken, 0 before the first.
         x_update: how x moves.
-        y_updates: how each of the copies moves.
+        y_updates: how each of the points moves; the centre only into its set.
     """
 
     points: list[Variable]
@@ -143,7 +143,7 @@ class F2SA(PaperMethod[F2SAState]):
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         self._check_convexity(problem)
         points = self.stencil.points(y)
-        copies = points[: len(self.stencil.lower)]
+        optimizers = [self.lower_optimizer] * len(self.stencil.lower) + [None]
         return F2SAState(
             x=x,
             k=0,
@@ -152,7 +152,8 @@ class F2SA(PaperMethod[F2SAState]):
             multiplier=0.0,
             x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
             y_updates=[
-                Update(copy, problem.y_projections(copy), self.lower_optimizer) for copy in copies
+                Update(point, problem.y_projections(point), optimizer)
+                for point, optimizer in zip(points, optimizers, strict=False)
             ],
         )
 
@@ -218,6 +219,8 @@ class F2SA(PaperMethod[F2SAState]):
         for _, update, rate, gain in moves:
             update.apply(rate, gain)
         self.stencil.recentre(state.points)
+        for update in state.y_updates[len(self.stencil.lower) :]:
+            update.project()
 
     def _check_convexity(self, problem: Problem) -> None:
         """Refuse a multiplier with which f, pushing copies away, overcomes the convexity of g."""

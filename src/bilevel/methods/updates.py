@@ -113,7 +113,7 @@ class Update:
             if project is not None
         ]
         self._optimizer = None if factory is None else _built(factory, variable)
-        self._project()
+        self.project()
 
     @torch.no_grad()
     def apply(self, rate: float, gain: float = 1.0) -> None:
@@ -129,10 +129,11 @@ class Update:
             self._optimizer.step()
         self._variable.clear_grads()
         if self._projections:
-            self._project()
+            self.project()
 
     @torch.no_grad()
-    def _project(self) -> None:
+    def project(self) -> None:
+        """Move back into the set."""
         for leaf, project in self._projections:
             inside = project(leaf)
             if not isinstance(inside, Tensor) or inside.shape != leaf.shape:
