@@ -328,6 +328,25 @@ def test_from_theory_runs_the_design(cls: Any) -> None:
         assert method.momentum == design.momentum
 
 
+@pytest.mark.parametrize("method", ["f2sa", "f3sa"])
+def test_fused_attention_which_has_no_second_derivative_is_no_obstacle(method: str) -> None:
+    values = torch.randn(12, 1, 8, 4)
+
+    def attended(y: Tensor) -> Tensor:
+        q = values * y
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return nn.functional.scaled_dot_product_attention(q, values, values)
+
+    problem = bilevel.Problem(
+        lambda x, y, b: ((attended(y) - values) ** 2).mean(),
+        lambda x, y, b: (attended(y) ** 2).mean() + ((y - x) ** 2).sum(),
+    )
+    result = bilevel.minimize(
+        problem, torch.zeros(4), torch.zeros(4), method=method, steps=100, record_every=99
+    )
+    assert result.history["upper"][-1] < result.history["upper"][0]
+
+
 def test_methods_are_values() -> None:
     assert bilevel.F2SA(0.1, 0.2) == bilevel.F2SA(lower_lr=0.1, upper_lr=0.2)
     assert bilevel.F2SA(multiplier=Constant(3.0)) != bilevel.F2SA()
