@@ -502,9 +502,9 @@ def test_a_multiplier_that_decreases_is_warned_about(method: Any) -> None:
 
 
 def test_a_multiplier_that_decreases_after_a_resume_is_warned_about() -> None:
-    solver = construct(method=F2SA(multiplier=20.0))
+    solver = construct(method=F2SA(0.1, 0.1, multiplier=20.0))
     solver.step()
-    resumed = construct(method=F2SA(multiplier=10.0))
+    resumed = construct(method=F2SA(0.1, 0.1, multiplier=10.0))
     resumed.load_state_dict(solver.state_dict())
     with pytest.warns(MultiplierWarning, match=r"multiplier\(1\) = 10\.0 .* 20\.0"):
         resumed.step()
@@ -513,10 +513,10 @@ def test_a_multiplier_that_decreases_after_a_resume_is_warned_about() -> None:
 # Numbers that are not finite
 
 BOTH = {
-    "f2sa": F2SA(inner_steps=3),
-    "single pass": F2SA(inner_steps=3, single_pass=True),
-    "f3sa": F3SA(momentum=0.5),
-    "combined": F3SA(momentum=0.5, recursion="combined"),
+    "f2sa": F2SA(0.1, 0.1, inner_steps=3),
+    "single pass": F2SA(0.1, 0.1, inner_steps=3, single_pass=True),
+    "f3sa": F3SA(0.1, 0.1, momentum=0.5),
+    "combined": F3SA(0.1, 0.1, momentum=0.5, recursion="combined"),
 }
 
 
@@ -805,8 +805,16 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     ("saver", "loader", "message"),
     [
         (F2SA(), F3SA(), "^the state was saved by 'F2SA', but this solver runs 'F3SA'"),
-        (F2SA(), F2SA(upper_optimizer=sgd), "^the state of x was saved without an optimizer"),
-        (F2SA(lower_optimizer=sgd), F2SA(), "^the state of y was saved with an optimizer"),
+        (
+            F2SA(0.1, 0.1),
+            F2SA(0.1, upper_optimizer=sgd),
+            "^the state of x was saved without an optimizer",
+        ),
+        (
+            F2SA(upper_lr=0.1, lower_optimizer=sgd),
+            F2SA(0.1, 0.1),
+            "^the state of y was saved with an optimizer",
+        ),
     ],
 )
 def test_a_state_of_another_method_is_refused(saver: Any, loader: Any, message: str) -> None:

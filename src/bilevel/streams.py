@@ -60,9 +60,23 @@ class Stream(ABC):
     def next(self) -> Any:
         """The next batch."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether every batch is the same."""
+        return False
+
     @abstractmethod
     def peek(self) -> Any:
         """A batch as :meth:`next` could give it, without moving the stream."""
+
+    @property
+    def probed(self) -> bool:
+        """Whether :meth:`probe` can be asked."""
+        return True
+
+    def probe(self) -> Any:
+        """A batch that is the same whenever it is asked for, in a resumed run too."""
+        return self.peek()
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
@@ -84,6 +98,8 @@ class Stream(ABC):
 
 class NoData(Stream):
     """A deterministic objective: the batch is None."""
+
+    deterministic = True
 
     def next(self) -> None:
         return None
@@ -134,8 +150,19 @@ class Indexed(Stream):
             return self._everything
         return self._take(self._indices(self._batch_size))
 
+    @property
+    def deterministic(self) -> bool:
+        return self._batch_size is None
+
     def peek(self) -> Any:
         return self._take(slice(0, self._batch_size or self._length))
+
+    def probe(self) -> Any:
+        if self._batch_size is None:
+            return self.next()
+        count = min(self._batch_size, self._length)
+        # spread over all rows, because these may be sorted
+        return self._take(torch.arange(count, device=self._block.device) * self._length // count)
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:
@@ -186,21 +213,30 @@ class Sampled(Stream):
     ) -> None:
         self._sample = sample
         self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._origin = self._generator.get_state()
 
     def next(self) -> Any:
         return self._sample(self._generator)
 
     def peek(self) -> Any:
-        state = self._generator.get_state()
-        batch = self._sample(self._generator)
+        return self._sample_from(self._generator.get_state())
+
+    def probe(self) -> Any:
+        return self._sample_from(self._origin)
+
+    def _sample_from(self, state: Tensor) -> Any:
+        now = self._generator.get_state()
         self._generator.set_state(state)
+        batch = self._sample(self._generator)
+        self._generator.set_state(now)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
+        return {"generator": self._generator.get_state(), "origin": self._origin.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+        self._origin = state["origin"].clone()
 
 
 class Iterated(Stream):
@@ -221,6 +257,10 @@ class Iterated(Stream):
         self._epoch_state = self._random_state()
         self._position = 0
         self._ahead: list[Any] = []
+
+    @property
+    def probed(self) -> bool:
+        return False  # what was drawn once may never come again
 
     def next(self) -> Any:
         batch = self._ahead.pop() if self._ahead else self._pull()

@@ -161,7 +161,7 @@ class _Counter:
 def test_a_step_costs_what_the_algorithm_says() -> None:
     counter = _Counter()
     solver = bilevel.Solver(
-        counter.problem, bilevel.F2SA(inner_steps=4), torch.zeros(3), torch.zeros(3)
+        counter.problem, bilevel.F2SA(0.1, 0.1, inner_steps=4), torch.zeros(3), torch.zeros(3)
     )
     counter.reset()
     solver.step(measure=False)
@@ -184,9 +184,9 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "backward", counted)
     problem = Quadratic()
     for method, expected in (
-        (bilevel.F2SA(inner_steps=5), 6),
-        (bilevel.F2SA(inner_steps=5, single_pass=True), 5),
-        (bilevel.F2SA(inner_steps=5, coupling="independent"), 6),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5), 6),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5, single_pass=True), 5),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5, coupling="independent"), 6),
     ):
         solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
         calls.clear()
@@ -257,7 +257,7 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:
     for chunk in (None, 10, 101):
         solver = bilevel.Solver(
             problem,
-            bilevel.F2SA(inner_steps=1, multiplier=20.0, upper_lr=1.0),
+            bilevel.F2SA(0.1, 1.0, multiplier=20.0, inner_steps=1),
             problem.x0,
             problem.y0 + 0.3,
             upper_data=problem.upper_data,

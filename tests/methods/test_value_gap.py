@@ -388,10 +388,10 @@ def test_info_is_taken_at_the_point_of_the_joint_step() -> None:
 @pytest.mark.parametrize(
     ("method", "f", "g", "backwards"),
     [
-        (NoBilevel(inner_steps=4), 0, 4, 4),
-        (VPBGD(inner_steps=4), 1, 6, 5),
-        (MEHA(), 1, 3, 2),
-        (BOME(inner_steps=4), 1, 6, 6),
+        (NoBilevel(0.1, inner_steps=4), 0, 4, 4),
+        (VPBGD(0.1, 0.1, inner_steps=4), 1, 6, 5),
+        (MEHA(0.1, 0.1), 1, 3, 2),
+        (BOME(0.1, 0.1, inner_steps=4), 1, 6, 6),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, bilevel.methods.Method) else "",
 )
@@ -533,9 +533,13 @@ def test_bome_follows_f_alone_where_the_gap_has_no_slope() -> None:
 
 
 def test_bome_inner_lr_is_lower_lr_unless_given() -> None:
-    assert BOME(0.3, 0.2).alpha(0) == 0.3
-    assert BOME(lower_optimizer=torch.optim.SGD).alpha(0) == 0.1  # type: ignore[arg-type]
-    assert BOME(0.3, inner_lr=Power(0.5, 1, -1)).alpha(1) == 0.25
+    problem = Quadratic(seed=1)
+    ends = [
+        bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=5).x
+        for method in (BOME(0.3, 0.2), BOME(0.3, 0.2, inner_lr=0.3), BOME(0.3, 0.2, inner_lr=0.2))
+    ]
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
 
 
 # MEHA

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from bilevel.errors import StateError
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, norm, require_finite
+
+if TYPE_CHECKING:
+    from bilevel.methods.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,15 @@ class Info:
         gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level; NaN
             for a method that has none.
         direction_norm: the norm of the direction in which x moved.
+        lower_lr: the step of the copy that solves the lower level, found or given; with an
+            optimizer, the learning rate of its first group.
+        upper_lr: the same for x; 0 where x rests.
     """
 
     step: int
     multiplier: float
+    lower_lr: float
+    upper_lr: float
     upper: Tensor | None = None
     lower: Tensor | None = None
     gap: Tensor | None = None
@@ -60,10 +68,14 @@ class State:
     Attributes:
         x: the upper variable.
         k: how many outer steps were taken.
+        multiplier: lam of the last step taken; 0 before the first, NaN where there is none.
+        pace: the step sizes.
     """
 
     x: Variable
     k: int
+    multiplier: float
+    pace: Pace
 
     @property
     def solution(self) -> Variable:
@@ -74,6 +86,12 @@ class State:
     def penalised(self) -> Variable | None:
         """The copy that follows f as well as g; None where the method has none."""
         return None
+
+    def draw_together(self, share: float) -> None:
+        """Leave only a share of the distances between the copies and the lower solution."""
+
+    def displaced(self) -> None:
+        """X was put elsewhere: forget what was estimated along its path."""
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, copied."""
@@ -157,10 +175,16 @@ class Tally:
                 value = terms[name]
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
-    def info(self, direction: list[Tensor], multiplier: float = float("nan")) -> Info:
+    def info(
+        self,
+        direction: list[Tensor],
+        lower_lr: float,
+        upper_lr: float,
+        multiplier: float = float("nan"),
+    ) -> Info:
         """The report of the state's current step."""
         if not self._measure:
-            return Info(self._state.k, multiplier)
+            return Info(self._state.k, multiplier, lower_lr, upper_lr)
         solution, penalised = self._state.solution, self._state.penalised
         lower = self._totals[f"lower(x, {solution.name})"]
         if penalised is None:
@@ -170,6 +194,8 @@ class Tally:
         return Info(
             self._state.k,
             multiplier,
+            lower_lr,
+            upper_lr,
             upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,

@@ -39,7 +39,6 @@ class F3SAState(State):
         y_estimates: of grad_y f and grad_y g at y; combined: of their sum with the multiplier.
         z_estimate: of grad_y g at z.
         x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
-        multiplier: lam of the last step taken, 0 before the first.
         midway: whether a step was begun and not finished; the estimators then start afresh.
         x_update, y_update, z_update: how each variable moves.
     """
@@ -50,7 +49,6 @@ class F3SAState(State):
     y_estimates: Gradients
     z_estimate: list[Tensor]
     x_estimates: Gradients
-    multiplier: float
     midway: bool
     x_update: Update
     y_update: Update
@@ -63,6 +61,13 @@ class F3SAState(State):
     @property
     def penalised(self) -> Variable:
         return self.y
+
+    def draw_together(self, share: float) -> None:
+        self.y.approach(self.z, share)
+        self.displaced()
+
+    def displaced(self) -> None:
+        self.midway = True
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class F3SA(PaperMethod[F3SAState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
         z = y.clone("z")
-        x_update = Update(x, problem.x_projections(x), self.upper_optimizer)
+        x_update = self.x_update(problem, x)
         y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
         z_update = Update(z, problem.y_projections(z), self.lower_optimizer)
 
@@ -151,13 +156,14 @@ class F3SA(PaperMethod[F3SAState]):
         return F3SAState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
             z=z,
             before=[x.clone(), y.clone(), z.clone()],
             y_estimates=_zeros(y, terms),
             z_estimate=_zeros(z, 1)[0],
             x_estimates=_zeros(x, terms),
-            multiplier=0.0,
             midway=False,
             x_update=x_update,
             y_update=y_update,
@@ -168,12 +174,8 @@ class F3SA(PaperMethod[F3SAState]):
         k, x, y, z = state.k, state.x, state.y, state.z
         x_before, y_before, z_before = state.before
         lam_before = state.multiplier
-        lam = self.rates.multiplier_at(k, before=lam_before)
-        gamma, beta, upper_lr = (
-            self.rates.lower_at(k),
-            self.rates.penalty_at(k),
-            self.rates.upper_at(k),
-        )
+        now = state.pace.at(problem, state, draw)
+        lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
         eta = 1.0 if state.midway else self._eta_at(k)
         state.midway = True
 
@@ -212,8 +214,9 @@ class F3SA(PaperMethod[F3SAState]):
                     self._add_x_gradients(stale, phi, k, lam_before, x_before)
         _recur(state.x_estimates, fresh, stale, eta)
         x.set_grads(self._direction(state.x_estimates, lam))
+        upper_lr = state.x_update.choose(now.upper)
         x.require_finite_grads(k, upper_lr)
-        info = tally.info(x.grads(), lam)
+        info = tally.info(x.grads(), gamma, upper_lr, lam)
         x_before.assign(x)
         state.x_update.apply(upper_lr)
 
