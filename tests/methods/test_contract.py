@@ -6,7 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,70 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
+from bilevel.benchmarks import methods
+from bilevel.benchmarks.methods import Case
 from bilevel.errors import ObjectiveError, StateError
 from bilevel.methods import METHODS
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
-from bilevel.schedules import Power, Ramp
 from tests.methods.common import OnceDifferentiable
 
-
-@dataclass(frozen=True)
-class Case:
-    """A method with settings that a user could have chosen.
-
-    With them it brings ||grad F||^2 to 1e-6 of its start on ``Quadratic(seed=0)`` in ``steps``.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    steps: int
-    label: str = ""
-
-    def method(self, **more: Any) -> Any:
-        return METHODS[self.name](**{**self.settings, **more})
-
-    @property
-    def order(self) -> int:
-        return METHODS[self.name].properties.order
-
-
-CASES = [
-    Case("f2sa", {"lower_lr": 1.0, "upper_lr": 0.8, "multiplier": 3000.0}, steps=40),
-    Case("f3sa", {"lower_lr": 1.0, "upper_lr": 0.05, "multiplier": 1000.0}, steps=600),
-    Case("f2ba", {"lower_lr": 1.0, "upper_lr": 0.8, "multiplier": 3000.0}, steps=40),
-    Case(
-        "bome",
-        {
-            "lower_lr": Power(0.3, 10, -1),
-            "upper_lr": Power(1.0, 10, -1),
-            "inner_lr": 1.8,
-            "inner_steps": 32,
-        },
-        steps=3000,
-    ),
-    Case(
-        "vpbgd",
-        {"lower_lr": 1.0, "upper_lr": 2.0, "multiplier": Power(1.0, 5, 1.0), "inner_steps": 1},
-        steps=2800,
-    ),
-    Case(
-        "meha",
-        {
-            "lower_lr": 0.9,
-            "upper_lr": 2.0,
-            "multiplier": Ramp(1.0, 1500.0, 5000),
-            "proximal": 100.0,
-        },
-        steps=2500,
-    ),
-    Case("sobo", {"lower_lr": 1.8, "upper_lr": 1.0, "neumann_steps": 30}, steps=30),
-    Case("soba", {"lower_lr": 1.0, "upper_lr": 0.1}, steps=240),
-    Case("ma-soba", {"lower_lr": 1.0, "upper_lr": 0.1, "averaging": 0.5}, steps=240),
-    Case("aid", {"lower_lr": 1.0, "upper_lr": 1.0}, steps=30),
-    Case("itd", {"lower_lr": 1.0, "upper_lr": 1.0, "inner_steps": 60}, steps=30),
-    Case("no-bilevel", {"lower_lr": 0.5}, steps=10),
-]
+CASES = [*methods.CASES, Case("no-bilevel", {"lower_lr": 0.5}, steps=10)]
 BY_NAME = {case.name: case for case in CASES}
 _F2SA, _F3SA = BY_NAME["f2sa"].settings, BY_NAME["f3sa"].settings
 _OPTIMIZERS: dict[str, Any] = {
@@ -101,17 +46,13 @@ VARIANTS = [
 ]
 
 
-def _id(case: Case) -> str:
-    return f"{case.name} {case.label}".strip()
-
-
 def only(*orders: int) -> pytest.MarkDecorator:
     chosen = [case for case in CASES if case.order in orders and case.name != "no-bilevel"]
-    return pytest.mark.parametrize("case", chosen, ids=_id)
+    return pytest.mark.parametrize("case", chosen, ids=str)
 
 
-cases = pytest.mark.parametrize("case", CASES, ids=_id)
-variants = pytest.mark.parametrize("case", VARIANTS, ids=_id)
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+variants = pytest.mark.parametrize("case", VARIANTS, ids=str)
 
 
 def test_the_table_is_covered() -> None:
@@ -128,10 +69,9 @@ def test_the_table_is_covered() -> None:
 def test_finds_the_optimum(case: Case) -> None:
     problem = Quadratic(seed=0)
     solver = bilevel.Solver(problem, case.method(), problem.x0, problem.y0)
-    target = 1e-6 * float((problem.gradient(problem.x0) ** 2).sum())
     for _ in range(case.steps):
         solver.step(measure=False)
-        if float((problem.gradient(solver.x) ** 2).sum()) <= target:
+        if methods.left(problem, solver) <= methods.TARGET:
             return
     pytest.fail(f"not within {case.steps} steps")
 
