@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import ArgumentError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Constant, Power
@@ -233,22 +232,6 @@ def test_users_optimizers_reach_the_solution() -> None:
     result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=800)
     error = (result.x - problem.solution).norm() / problem.solution.norm()
     assert error < 0.05
-
-
-def test_single_pass_refuses_a_larger_direction() -> None:
-    problem = WeightedLogistic()
-    solver = bilevel.Solver(
-        problem,
-        bilevel.F2SA(single_pass=True),
-        problem.x0,
-        problem.y0,
-        upper_data=problem.upper_data,
-        lower_data=problem.lower_data,
-        batch_size=5,
-        direction_batch_size="all",
-    )
-    with pytest.raises(ArgumentError, match=r"direction_batch_size='all'.*single_pass=True"):
-        solver.step()
 
 
 def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:

@@ -8,8 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count
-from bilevel.errors import ArgumentTypeError
+from bilevel.checks import check_count, check_flag
 from bilevel.methods.base import Properties
 from bilevel.methods.implicit import (
     ImplicitMethod,
@@ -97,8 +96,7 @@ class AID(ImplicitMethod[AIDState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("cg_steps", self.cg_steps)
-        if not isinstance(self.warm_start, bool):
-            raise ArgumentTypeError(f"warm_start must be True or False, not {self.warm_start!r}")
+        check_flag("warm_start", self.warm_start)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> AIDState:
         x_update = self.x_update(problem, x)

@@ -12,6 +12,7 @@ To add another, write a file with a :class:`State` and a :class:`Method`, and na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import StateError
+from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, norm, require_finite
@@ -110,6 +112,7 @@ class State:
 
 
 S = TypeVar("S", bound=State)
+M = TypeVar("M", bound="Method[Any]")
 
 
 @runtime_checkable
@@ -204,9 +207,23 @@ class Tally:
 
 
 class Method(ABC, Generic[S]):
-    """The interface of every algorithm."""
+    """The interface of every algorithm.
+
+    Attributes:
+        properties: what a user compares methods by.
+        lacks: arguments of other methods, and why this one has none of them, where there is more to
+            say than :mod:`bilevel.methods.refusals` says of every method.
+    """
 
     properties: ClassVar[Properties]
+    lacks: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls: type[M], *_: Any, **given: Any) -> M:
+        refuse_foreign(cls, given)
+        return super().__new__(cls)
+
+    def check(self, problem: Problem, draw: Draw) -> None:
+        """Refuse, with the reason, what the method cannot do with this problem or these data."""
 
     @abstractmethod
     def init(self, problem: Problem, x: Variable, y: Variable) -> S:

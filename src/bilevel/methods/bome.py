@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -85,6 +86,15 @@ class BOME(DescentMethod[GapState]):
         copies=2,
         assumes="g satisfies the PL inequality in y; exact gradients",
         reference="Ye, Liu, Wright, Stone, Liu 2022",
+    )
+    lacks = MappingProxyType(
+        {
+            "multiplier": (
+                "it finds its multiplier anew in every step; eta says how strongly y is held to "
+                "the lower solution"
+            ),
+            "penalty_lr": "its penalised copy y moves with lower_lr, and z with inner_lr",
+        }
     )
 
     def __post_init__(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from bilevel import theory
 from bilevel.checks import checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
 from bilevel.methods.base import Properties, saved
@@ -165,6 +167,14 @@ class F2BA(F2SA):
         assumes="g strongly convex in y; f and g smooth",
         reference="Chen, Ma, Zhang 2025",
     )
+    lacks = MappingProxyType(
+        {
+            "momentum": (
+                "x is accelerated by acceleration=Nesterov(momentum=...), and recursive momentum "
+                "of the gradients is F3SA's"
+            )
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +199,17 @@ class F2BA(F2SA):
                 f"upper_lr={self.upper_lr!r} cannot be used with acceleration="
                 f"{self.acceleration!r}, whose path is not that of plain steps; give a number"
             )
+
+    @classmethod
+    def from_theory(
+        cls, constants: theory.Constants, regime: str = "stochastic", **choices: Any
+    ) -> NoReturn:
+        """Refused: the paper's design, in which the multiplier grows, is of F2SA and F3SA."""
+        raise ArgumentError(
+            f"F2BA has no from_theory (regime={regime!r}): the paper's step sizes come with a "
+            f"multiplier that grows, and F2BA keeps it constant; use F2SA.from_theory or "
+            f"F3SA.from_theory"
+        )
 
     def x_update(self, problem: Problem, x: Variable) -> Update:
         if self.acceleration is None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from bilevel import theory
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
@@ -78,7 +78,7 @@ class F2SA(PaperMethod[F2SAState]):
             for it (not with coupling="independent").
         inner_steps: T.
         penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / lam_k) must stay below 2. None: as
-            lower_lr, which keeps y and z in lockstep.
+            lower_lr, which keeps y and z in lockstep. For the forward scheme only.
         scheme: which finite difference in 1/lam the x direction is. "forward", the paper's: bias
             O(1/lam). "midpoint": f once, at the midpoint of two copies y+ and y- that are pulled
             both ways; the same cost, bias O(1/lam^2), no condition on lam, and the lower solution
@@ -127,13 +127,20 @@ class F2SA(PaperMethod[F2SAState]):
         super().__post_init__()
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
+        check_flag("single_pass", self.single_pass)
         if self.order is not None:
             check_count("order", self.order, least=2)
-            if self.scheme != "central" or self.order % 2:
+            if self.scheme != "central":
                 raise ArgumentError(
-                    f"order={self.order!r} must be even, and is for scheme='central' only, "
-                    f"not for {self.scheme!r}"
+                    f"order={self.order!r} is for scheme='central' only, not for {self.scheme!r}"
                 )
+            if self.order % 2:
+                raise ArgumentError(f"order={self.order!r} must be even")
+        if self.penalty_lr is not None and self.scheme != "forward":
+            raise ArgumentError(
+                f"penalty_lr={self.penalty_lr!r} is for scheme='forward' only: with "
+                f"scheme={self.scheme!r} f pulls at every copy, and all move with lower_lr"
+            )
 
     @cached_property
     def stencil(self) -> Stencil:
@@ -146,8 +153,15 @@ class F2SA(PaperMethod[F2SAState]):
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
+    def check(self, problem: Problem, draw: Draw) -> None:
+        if self.single_pass and draw.direction_batch_size is not None:
+            raise ArgumentError(
+                f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
+                f"single_pass=True, which takes the x direction from an inner minibatch"
+            )
         self._check_convexity(problem)
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         points = self.stencil.points(y)
         optimizers = [self.lower_optimizer] * len(self.stencil.lower) + [None]
         x_update = self.x_update(problem, x)
@@ -166,11 +180,6 @@ class F2SA(PaperMethod[F2SAState]):
         )
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
-        if self.single_pass and draw.direction_batch_size is not None:
-            raise ArgumentError(
-                f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
-                f"single_pass=True, which takes the x direction from an inner minibatch"
-            )
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         now = state.pace.at(problem, state, draw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -124,13 +125,22 @@ class F3SA(PaperMethod[F3SAState]):
         assumes="as F2SA, and smooth in y for every sample",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
     )
+    lacks = MappingProxyType(
+        {
+            "inner_steps": (
+                "its recursive momentum goes from one outer step to the next, with one inner step "
+                "of y and z in each (T = 1); to give them more time lower upper_lr, or use F2SA, "
+                "which has inner_steps and no momentum"
+            )
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("recursion", self.recursion, ("separate", "combined"))
+        _ = self.eta  # a bad momentum is refused at construction
         if isinstance(self.momentum, int | float) and self.momentum > 1:
             raise ArgumentError(f"momentum must be at most 1, not {self.momentum!r}")
-        _ = self.eta  # a bad momentum is refused at construction
 
     @cached_property
     def stencil(self) -> Stencil:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -196,6 +197,9 @@ class MASOBA(SOBA):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Chen, Xiao, Balasubramanian 2024",
+    )
+    lacks = MappingProxyType(
+        {"momentum": "averaging, the weight of the newest x direction, is 1 - momentum"}
     )
 
     def __post_init__(self) -> None:
