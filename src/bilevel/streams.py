@@ -31,6 +31,7 @@ Nodes: TypeAlias = Sequence[tuple[bool, bool]]
 """For each copy of the lower variable whether f, and whether g, is evaluated at it."""
 
 _BLOCK = 1 << 16  # indices drawn at a time: one call to the generator serves many minibatches
+_PROBES = 8  # minibatches in a sample that stands for all data
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class Stream(ABC):
         """Whether :meth:`probe` can be asked."""
         return True
 
-    def probe(self) -> Any:
-        """A batch that is the same whenever it is asked for, in a resumed run too."""
-        return self.peek()
+    def probe(self) -> list[Any]:
+        """A few batches that are the same whenever they are asked for, in a resumed run too."""
+        return [self.peek()]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
@@ -157,12 +158,14 @@ class Indexed(Stream):
     def peek(self) -> Any:
         return self._take(slice(0, self._batch_size or self._length))
 
-    def probe(self) -> Any:
+    def probe(self) -> list[Any]:
         if self._batch_size is None:
-            return self.next()
-        count = min(self._batch_size, self._length)
+            return [self.next()]
+        batches = max(1, min(_PROBES, self._length // self._batch_size))
+        count = min(batches * self._batch_size, self._length)
         # spread over all rows, because these may be sorted
-        return self._take(torch.arange(count, device=self._block.device) * self._length // count)
+        rows = torch.arange(count, device=self._block.device) * self._length // count
+        return [self._take(rows[first::batches]) for first in range(batches)]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:
@@ -219,17 +222,17 @@ class Sampled(Stream):
         return self._sample(self._generator)
 
     def peek(self) -> Any:
-        return self._sample_from(self._generator.get_state())
+        return self._sample_from(self._generator.get_state(), 1)[0]
 
-    def probe(self) -> Any:
-        return self._sample_from(self._origin)
+    def probe(self) -> list[Any]:
+        return self._sample_from(self._origin, _PROBES)
 
-    def _sample_from(self, state: Tensor) -> Any:
+    def _sample_from(self, state: Tensor, count: int) -> list[Any]:
         now = self._generator.get_state()
         self._generator.set_state(state)
-        batch = self._sample(self._generator)
+        batches = [self._sample(self._generator) for _ in range(count)]
         self._generator.set_state(now)
-        return batch
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self._generator.get_state(), "origin": self._origin.clone()}

@@ -11,8 +11,10 @@ shrinks the step as 1/k, as stochastic approximation wants it, but it also hides
 go; so where rho is small and yet positive again and again, the step grows by how sure that is, its
 mean divided by its root mean square over ten steps.
 
-Two safeguards: no step is more than twice as long as the longest so far, the first being a
-thousandth of ||x||; and where the direction turns round and grows, the step is halved at once.
+Safeguards: no step is more than twice as long as the longest so far, the first being a thousandth
+of ||x||; where the direction turns round and grows, the step is halved at once; where the gain that
+a step promises, eta ||d||^2, is nothing beside those before it, the step grows no more; and a step
+with which F was found to rise (:class:`bilevel.methods.pace.Watch`) is not soon taken again.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ SURE_GROWTH = 0.35
 SURE = 0.3
 FIRST_STEP = 1e-3
 LONGEST_REST = 16
+NOTHING = 1e-6
 
 
 class AdaptiveUpdate(Update):
@@ -57,6 +60,8 @@ class AdaptiveUpdate(Update):
             "last": 0.0,  # the rate of the last step taken
             "norm": 0.0,  # of the last direction
             "longest": 0.0,  # step so far
+            "gained": 0.0,  # by all steps, to first order
+            "ceiling": math.inf,  # of the rate
             "left": 0.0,  # mean of 1 - rho
             "left_weight": 0.0,
             "mean": 0.0,  # of rho
@@ -94,10 +99,12 @@ class AdaptiveUpdate(Update):
         if n["longest"] == 0:
             entries = sum(leaf.numel() for leaf in self._variable.leaves)
             n["longest"] = FIRST_STEP * (size or math.sqrt(entries)) / self._unit
+        n["rate"] = min(n["rate"], n["ceiling"])
         length = min(n["rate"] * norm, 2 ** (1 / self._unit) * n["longest"])
         n["rate"] = min(n["rate"], 2 * length / norm)
         n["longest"] = max(n["longest"], length)
         n["norm"] = norm
+        n["gained"] += length * norm
         return length / norm
 
     def _learn(self, rho: float, grew: bool) -> None:
@@ -117,7 +124,10 @@ class AdaptiveUpdate(Update):
             sure = n["mean"] / math.sqrt(n["square"] * n["weight"])
             factor = max(factor, math.exp(SURE_GROWTH * max(0.0, sure - SURE)))
         if rho < -0.5 and grew:
-            factor = min(factor, 0.5)
+            factor = 0.5
+        if n["last"] * n["norm"] ** 2 < NOTHING * n["gained"]:
+            factor = min(factor, 1.0)
+        factor = max(factor, 0.5)
         n["rate"] *= factor ** (1 / unit)
 
     @torch.no_grad()
@@ -130,14 +140,15 @@ class AdaptiveUpdate(Update):
     def back_off(self) -> None:
         """X was taken back: rest, each time longer, then go on with half the step."""
         n = self._numbers
-        n["rate"] /= 2
+        n["rate"] = n["ceiling"] = min(n["rate"], n["ceiling"]) / 2
         n["last"] = 0.0
         n["next_rest"] = min(2 * n["next_rest"], LONGEST_REST)
         n["rest"] = n["next_rest"] * self._unit
 
     def confirmed(self) -> None:
-        """F has fallen: the next rest may be shorter."""
+        """F has fallen: the next rest may be shorter, and the step a little longer."""
         self._numbers["next_rest"] = max(1.0, self._numbers["next_rest"] // 2)
+        self._numbers["ceiling"] *= 1.2
 
     def state_dict(self) -> dict[str, Any]:
         """The last point, and what was learned from the path."""

@@ -149,20 +149,20 @@ class MeasuredPace(Pace):
         if self._stiffness is None:
             return
         g, f = self._curvatures
-        lower_slope = slope_of(problem.g, state.x, draw.lower.peek())
-        g.refine(lower_slope, state.solution, steps)
-        f.refine(slope_of(problem.f, state.x, draw.upper.peek()), state.solution, steps)
-        if not draw.lower.deterministic and draw.lower.probed:
-            here = lower_slope(state.solution)
-            there = slope_of(problem.g, state.x, draw.lower.probe())(state.solution)
-            agreement = _cosine(here, there)
-            self._noisy_steps += self._every * (1 - max(0.0, agreement)) if state.k else 0.0
+        g.refine(slope_of(problem.g, state.x, [draw.lower.peek()]), state.solution, steps)
+        f.refine(slope_of(problem.f, state.x, [draw.upper.peek()]), state.solution, steps)
+        if state.k and not draw.lower.deterministic and draw.lower.probed:
+            halves = (
+                slope_of(problem.g, state.x, [batch])(state.solution)
+                for batch in (draw.lower.peek(), draw.lower.probe()[0])
+            )
+            self._noisy_steps += self._every * (1 - max(0.0, _cosine(*halves)))
 
     def _raise_multiplier(self, problem: Problem, state: State, draw: Draw) -> None:
         """Make the finite difference finer where f changes its slope within it."""
         if state.penalised is None:
             return
-        slope = slope_of(problem.f, state.x, draw.upper.peek())
+        slope = slope_of(problem.f, state.x, [draw.upper.peek()])
         centre = slope(state.solution)
         change = float((slope(state.penalised) - centre).norm() / centre.norm())
         if not (change > SLOPE_CHANGE and math.isfinite(change)):
@@ -239,7 +239,8 @@ class Watch:
 
     If this is above the lowest value seen by more than a tenth of what was gained, x goes back to
     where it was lowest, rests there until the copies have caught up, and goes on with half the
-    step.
+    step. With minibatches the sample is eight of them, which is not all there is; then only a value
+    half as much again as the first counts as worse.
     """
 
     def __init__(self, x: Variable, y: Variable, update: AdaptiveUpdate, problem: Problem) -> None:
@@ -257,10 +258,11 @@ class Watch:
         if self._update.resting:
             return
         x = state.x
-        lower = _value_of(problem.g, x, draw.lower.probe())
+        sample = draw.lower.probe()
+        lower = _value_of(problem.g, x, sample)
         if lower(state.solution) < lower(self._copy):
             self._copy.assign(state.solution)
-        self._solve(slope_of(problem.g, x, draw.lower.probe()), lower)
+        self._solve(slope_of(problem.g, x, sample), lower)
         value = _value_of(problem.f, x, draw.upper.probe())(self._copy)
         if math.isnan(self._first):
             self._first = value
@@ -268,10 +270,17 @@ class Watch:
             self._lowest = value
             self._best.assign(x)
             self._update.confirmed()
-        elif not value <= self._lowest + TOLERANCE * abs(self._first - self._lowest):
+        elif not value <= self._limit(draw.lower.deterministic and draw.upper.deterministic):
             x.assign(self._best)
             self._update.back_off()
             state.displaced()
+
+    def _limit(self, exact: bool) -> float:
+        """Above which F is worse."""
+        gain = abs(self._first - self._lowest)
+        if exact:
+            return self._lowest + TOLERANCE * gain
+        return self._first + 0.5 * max(abs(self._first), gain)
 
     @torch.no_grad()
     def _solve(self, slope: Slopes, value: Callable[[Variable], float]) -> None:
@@ -310,9 +319,9 @@ class Watch:
 
 
 def slope_of(
-    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, batch: Any
+    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, sample: list[Any]
 ) -> Slopes:
-    """The gradient in y of an objective at fixed x and batch, with the same random draws each time.
+    """The gradient in y of an objective at fixed x and sample, with the same draws each time.
 
     It leaves nothing behind: no gradient, no changed buffer.
     """
@@ -321,23 +330,24 @@ def slope_of(
     def slope(y: Variable) -> Tensor:
         rewind()
         with torch.enable_grad(), held(x), buffers_kept(x, y):
-            value = objective(x, y, batch)
-            if value.requires_grad:
-                value.backward(inputs=y.leaves)  # type: ignore[no-untyped-call]
+            for batch in sample:
+                value = objective(x, y, batch) / len(sample)
+                if value.requires_grad:
+                    value.backward(inputs=y.leaves)  # type: ignore[no-untyped-call]
         return flat(y.take_grads())
 
     return slope
 
 
 def _value_of(
-    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, batch: Any
+    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, sample: list[Any]
 ) -> Callable[[Variable], float]:
     rewind = Rewind(x.device)
 
     def value(y: Variable) -> float:
         rewind()
         with torch.no_grad(), buffers_kept(x, y):
-            return float(objective(x, y, batch))
+            return sum(float(objective(x, y, batch)) for batch in sample) / len(sample)
 
     return value
 
