@@ -29,6 +29,7 @@ from bilevel.methods.base import Info, State, Tally
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.updates import Update
 from bilevel.problem import Problem
+from bilevel.rows import dense
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held, require_finite
 
@@ -102,7 +103,7 @@ def gradient(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> list[Tensor]:
-    """The gradient in each tensor of ``value``, or of its product with ``weights``."""
+    """The gradient in each tensor of ``value``, or of its product with ``weights``; dense."""
     grads = torch.autograd.grad(
         value,
         at,
@@ -111,12 +112,12 @@ def gradient(
         retain_graph=retain_graph,
         allow_unused=True,
     )
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)]
+    return dense([torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)])
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """All entries as one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in dense(tensors)])
 
 
 def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-import torch
-
 from bilevel.checks import check_count
 from bilevel.methods.base import Info, Method, Properties, State, Tally
 from bilevel.methods.updates import DEFAULT_RATE, OptimizerFactory, Update, rate_or_optimizer
@@ -118,6 +116,6 @@ class NoBilevel(Method[NoBilevelState]):
         tally = Tally(problem, state, measure)
         for samples in draw.direction(LOWER.nodes, shared=True):  # drawn, measured or not
             tally.add(samples[0], {})
-        info = tally.info([torch.zeros_like(leaf) for leaf in state.x.leaves])
+        info = tally.info(state.x.take_grads())  # it has none
         state.k += 1
         return info
