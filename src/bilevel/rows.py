@@ -15,9 +15,19 @@ from torch import Tensor
 
 def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = False) -> Tensor:
     """The gradient with ``values`` at ``rows``; ``once``: these ascend, each named once."""
-    return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, shape, is_coalesced=once, check_invariants=False
+    # not torch.sparse_coo_tensor, which in some versions warns that it does not check them
+    gradient: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        values.ndim - 1,
+        shape,
+        rows.unsqueeze(0),
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=once,
     )
+    return gradient
 
 
 def untouched(leaf: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""What steps cost, measured: each benchmark has a ``run`` that returns its figures as rows."""
