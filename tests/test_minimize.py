@@ -17,11 +17,12 @@ from bilevel.errors import MissingExtraError
 from bilevel.methods import Info
 
 METHODS: dict[str, Any] = {
-    "f2sa": bilevel.F2SA(lower_lr=0.5, inner_steps=2),
-    "single pass": bilevel.F2SA(lower_lr=0.5, inner_steps=2, single_pass=True),
-    "f3sa": bilevel.F3SA(lower_lr=0.5, momentum=0.5),
+    "f2sa": bilevel.F2SA(lower_lr=0.5, upper_lr=0.1, inner_steps=2),
+    "single pass": bilevel.F2SA(lower_lr=0.5, upper_lr=0.1, inner_steps=2, single_pass=True),
+    "f3sa": bilevel.F3SA(lower_lr=0.5, upper_lr=0.1, momentum=0.5),
 }
 KEYS = ["step", "seconds", "upper", "lower", "gap", "direction_norm", "multiplier"]
+KEYS += ["lower_lr", "upper_lr"]
 
 
 class Iterate(NamedTuple):
@@ -74,7 +75,7 @@ def test_the_history_is_what_the_objectives_say(method: Any) -> None:
             z = z - 0.5 * (z - problem.phi(x)) @ problem.A
         assert history["upper"][k] == pytest.approx(float(problem.upper(x, z, None)), rel=1e-12)
         assert history["lower"][k] == pytest.approx(float(problem.lower(x, z, None)), rel=1e-12)
-        moved = float((x - xs[k + 1]).norm()) / 0.1  # the default upper_lr
+        moved = float((x - xs[k + 1]).norm()) / 0.1  # upper_lr
         assert history["direction_norm"][k] == pytest.approx(moved, rel=1e-9)
 
 
@@ -421,10 +422,10 @@ def test_progress_says_what_a_step_reports() -> None:
 
     upper, lower, gap = (torch.tensor(value) for value in (1.25, 0.5, 3e-4))
     assert (
-        describe(Info(3, 20.0, upper, lower, gap))
-        == "upper 1.25 lower 0.5 gap 3.0e-04 multiplier 20"
+        describe(Info(3, 20.0, 0.5, 0.025, upper, lower, gap))
+        == "upper 1.25 lower 0.5 gap 3e-04 lam 20 steps 0.5 0.025"
     )
-    assert describe(Info(3, 20.0)) == "multiplier 20"
+    assert describe(Info(3, 20.0, 0.5, 0.025)) == "lam 20 steps 0.5 0.025"
 
 
 def test_a_solver_by_hand_is_the_same_run() -> None:

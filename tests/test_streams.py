@@ -289,7 +289,7 @@ def test_the_two_levels_draw_independently() -> None:
         return value
 
     problem = bilevel.Problem(objective("upper"), objective("lower"))
-    method = bilevel.F2SA(inner_steps=50)
+    method = bilevel.F2SA(0.1, 0.1, inner_steps=50)
     solver = bilevel.Solver(
         problem, method, torch.zeros(1), torch.zeros(1), upper_data=rows(), lower_data=rows(),
         batch_size=1,
@@ -472,11 +472,11 @@ def test_direction_samples_are_shared_or_not(shared: bool) -> None:
 @pytest.mark.parametrize(
     ("method", "upper", "lower"),
     [
-        (bilevel.F2SA(inner_steps=7), 8, 8),
-        (bilevel.F2SA(inner_steps=7, coupling="independent"), 8, 16),
-        (bilevel.F2SA(inner_steps=7, single_pass=True), 7, 7),
-        (bilevel.F3SA(), 2, 2),
-        (bilevel.F3SA(coupling="independent"), 2, 3),  # the paper's five samples
+        (bilevel.F2SA(0.1, 0.1, inner_steps=7), 8, 8),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=7, coupling="independent"), 8, 16),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=7, single_pass=True), 7, 7),
+        (bilevel.F3SA(0.1, 0.1), 2, 2),
+        (bilevel.F3SA(0.1, 0.1, coupling="independent"), 2, 3),  # the paper's five samples
     ],
 )
 @pytest.mark.parametrize("measured", [True, False])

@@ -49,7 +49,10 @@ def upper(x: Any, y: Tensor, batch: Any) -> Tensor:
     return ((features @ y - targets) ** 2).mean() + 0.01 * (x[index] * x[index % 7]).mean()
 
 
-def solver_of(x0: Any, method: Any = "f2sa", steps: int = 0, **options: Any) -> bilevel.Solver:
+PLAIN = bilevel.F2SA(0.1, 0.1)
+
+
+def solver_of(x0: Any, method: Any = PLAIN, steps: int = 0, **options: Any) -> bilevel.Solver:
     problem = options.pop("problem", None) or bilevel.Problem(
         upper, lower, x_set=options.pop("x_set", None)
     )
@@ -199,7 +202,7 @@ def test_the_users_tensor_is_the_table_until_a_run_copies_it_once() -> None:
 
     table = Table(torch.zeros(12_345))
     before = large()
-    solver = solver_of(table, "f2sa", steps=2, y0=torch.zeros(3), problem=_single_precision())
+    solver = solver_of(table, steps=2, y0=torch.zeros(3), problem=_single_precision())
     assert large() == before + 1
     assert len(solver.x) == 12_345
 
@@ -217,28 +220,29 @@ def _single_precision() -> bilevel.Problem:
 # -- the iterates of a plain tensor ----------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {
-    "f2sa": bilevel.F2SA(inner_steps=3),
-    "f2sa, single pass": bilevel.F2SA(inner_steps=3, single_pass=True),
-    "f2sa, independent": bilevel.F2SA(inner_steps=3, coupling="independent"),
-    "f2sa, midpoint": bilevel.F2SA(inner_steps=3, scheme="midpoint"),
-    "f2sa, central": bilevel.F2SA(inner_steps=2, scheme="central", order=4),
-    "f2ba": bilevel.F2BA(inner_steps=2),
-    "bome": bilevel.BOME(inner_steps=2),
-    "bome, gap": bilevel.BOME(inner_steps=2, barrier="gap", coupling="independent"),
-    "vpbgd": bilevel.VPBGD(inner_steps=2),
-    "vpbgd, from y": bilevel.VPBGD(inner_steps=2, start="y"),
-    "meha": bilevel.MEHA(),
-    "sobo": bilevel.SOBO(),
-    "soba": bilevel.SOBA(),
-    "aid": bilevel.AID(),
-    "itd": bilevel.ITD(inner_steps=3),
-    "no-bilevel": bilevel.NoBilevel(),
+    "f2sa": bilevel.F2SA(0.1, 0.1, inner_steps=3),
+    "f2sa, single pass": bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True),
+    "f2sa, independent": bilevel.F2SA(0.1, 0.1, inner_steps=3, coupling="independent"),
+    "f2sa, midpoint": bilevel.F2SA(0.1, 0.1, inner_steps=3, scheme="midpoint"),
+    "f2sa, central": bilevel.F2SA(0.1, 0.1, inner_steps=2, scheme="central", order=4),
+    "f2sa, lower step found": bilevel.F2SA(upper_lr=0.1, inner_steps=3),
+    "f2ba": bilevel.F2BA(0.1, 0.1, inner_steps=2),
+    "bome": bilevel.BOME(0.1, 0.1, inner_steps=2),
+    "bome, gap": bilevel.BOME(0.1, 0.1, inner_steps=2, barrier="gap", coupling="independent"),
+    "vpbgd": bilevel.VPBGD(0.1, 0.1, inner_steps=2),
+    "vpbgd, from y": bilevel.VPBGD(0.1, 0.1, inner_steps=2, start="y"),
+    "meha": bilevel.MEHA(0.1, 0.1),
+    "sobo": bilevel.SOBO(0.1, 0.1),
+    "soba": bilevel.SOBA(0.1, 0.1),
+    "aid": bilevel.AID(0.1, 0.1),
+    "itd": bilevel.ITD(0.1, 0.1, inner_steps=3),
+    "no-bilevel": bilevel.NoBilevel(0.1),
 }
 DENSE: dict[str, Any] = {
-    "f3sa": bilevel.F3SA(momentum=0.5),
-    "f3sa, combined": bilevel.F3SA(momentum=0.5, recursion="combined"),
-    "f2ba, accelerated": bilevel.F2BA(inner_steps=2, acceleration=bilevel.Nesterov(0.5)),
-    "ma-soba": bilevel.MASOBA(averaging=0.5),
+    "f3sa": bilevel.F3SA(0.1, 0.1, momentum=0.5),
+    "f3sa, combined": bilevel.F3SA(0.1, 0.1, momentum=0.5, recursion="combined"),
+    "f2ba, accelerated": bilevel.F2BA(0.1, 0.1, inner_steps=2, acceleration=bilevel.Nesterov(0.5)),
+    "ma-soba": bilevel.MASOBA(0.1, 0.1, averaging=0.5),
 }
 
 
@@ -272,6 +276,26 @@ def test_iterates_are_those_of_a_tensor(name: str, options: dict[str, Any]) -> N
     torch.testing.assert_close(table.y, tensor.y, rtol=1e-9, atol=1e-12)
     if "x_set" in options:
         assert table.x.values.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("method", ["f2sa", "f3sa", "meha", "soba"])
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": None}, {"direction_batch_size": "all", "chunk_size": 7}],
+    ids=["deterministic", "all"],
+)
+def test_steps_of_x_are_found_where_every_direction_is_over_all_samples(
+    method: str, options: dict[str, Any]
+) -> None:
+    table, tensor = (solver_of(x0, method, 20, **options) for x0 in (Table(STARTS), STARTS))
+    torch.testing.assert_close(table.x.values, tensor.x, rtol=1e-6, atol=1e-9)
+    assert bool((table.x.values != STARTS).all())
+
+
+@pytest.mark.parametrize("options", [{}, {"direction_batch_size": 20}], ids=["batch", "larger"])
+def test_steps_of_x_that_no_two_directions_could_tell_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"upper_lr='auto' .* x\.values .*SparseAdam"):
+        solver_of(Table(STARTS), "f2sa", **options)
 
 
 def per_sample(x: Any, y: Any, batch: Any) -> Tensor:
@@ -362,7 +386,7 @@ def test_the_whole_of_a_table_may_be_used_as_well() -> None:
     )
     ends = [
         plain(solver_of(x0, name, 5, problem=problem).x)
-        for name in (bilevel.F2SA(inner_steps=2), bilevel.BOME(inner_steps=2))
+        for name in (bilevel.F2SA(0.1, 0.1, inner_steps=2), bilevel.BOME(0.1, 0.1, inner_steps=2))
         for x0 in (Table(STARTS), STARTS)
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
@@ -406,7 +430,7 @@ def test_rows_are_projected_as_the_whole_would_be(shape: tuple[int, ...], x_set:
     problem = bilevel.Problem(
         lambda x, y, b: upper(Summed(x), y, b), lambda x, y, b: lower(Summed(x), y, b), x_set
     )
-    method = bilevel.F2SA(upper_lr=10.0)
+    method = bilevel.F2SA(0.1, 10.0)
     ends = [plain(solver_of(x0, method, 5, problem=problem).x) for x0 in (Table(start), start)]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(ends[0], x_set(ends[0]), rtol=1e-12, atol=1e-12)
@@ -471,7 +495,7 @@ def test_sparse_optimizers_are_the_dense_ones_where_every_row_is_touched(
     by_rows, whole = OPTIMIZERS[name]
     ends = []
     for x0, factory in ((Table(STARTS), by_rows), (STARTS, whole)):
-        method = bilevel.F2SA(inner_steps=2, upper_optimizer=factory)
+        method = bilevel.F2SA(0.1, inner_steps=2, upper_optimizer=factory)
         solver = solver_of(x0, method, 6, batch_size=None, **extra)
         ends.append(plain(solver.x))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
@@ -481,7 +505,7 @@ def test_sparse_optimizers_are_the_dense_ones_where_every_row_is_touched(
 def test_optimizers_move_the_rows_of_the_batch_alone(name: str) -> None:
     data = LOWER_DATA[0][:9], LOWER_DATA[1][:9], LOWER_DATA[2][:9]
     problem = bilevel.Problem(lambda x, y, b: ((b[0] @ y - b[1]) ** 2).mean(), lower)
-    method = bilevel.F2SA(inner_steps=1, upper_optimizer=OPTIMIZERS[name][0])
+    method = bilevel.F2SA(0.1, inner_steps=1, upper_optimizer=OPTIMIZERS[name][0])
     solver = solver_of(Table(STARTS), method, 20, problem=problem, lower_data=data)
     moved = solver.x.values != STARTS
     assert bool(moved[:9].all())
@@ -492,7 +516,7 @@ def test_optimizers_move_the_rows_of_the_batch_alone(name: str) -> None:
 def test_sparse_adam_takes_the_dense_directions_of_momentum(method: Any) -> None:
     sparse, whole = OPTIMIZERS["sparse adam"]
     ends = [
-        plain(solver_of(x0, method(upper_optimizer=factory), 5).x)
+        plain(solver_of(x0, method(0.1, upper_optimizer=factory), 5).x)
         for x0, factory in ((Table(STARTS), sparse), (STARTS, whole))
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
@@ -515,14 +539,14 @@ class OwnAdam(torch.optim.Adam):
 )
 def test_optimizers_that_move_every_row_are_refused(factory: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
-        solver_of(Table(STARTS), bilevel.F2SA(upper_optimizer=factory))
+        solver_of(Table(STARTS), bilevel.F2SA(0.1, upper_optimizer=factory))
 
 
 def test_sparse_adam_is_refused_beside_a_plain_tensor() -> None:
     problem = bilevel.Problem(
         lambda x, y, b: upper(x["w"], y, b) + x["b"] ** 2, lambda x, y, b: lower(x["w"], y, b)
     )
-    method = bilevel.F2SA(upper_optimizer=torch.optim.SparseAdam)
+    method = bilevel.F2SA(0.1, upper_optimizer=torch.optim.SparseAdam)
     b = torch.tensor(3.0, dtype=torch.float64)
     with pytest.raises(ArgumentTypeError, match=r"no dense gradients, as x\['b'\] has them"):
         solver_of({"w": Table(STARTS), "b": b}, method, problem=problem)
@@ -551,7 +575,7 @@ def test_an_optimizer_of_the_users_own_is_given_each_row_once() -> None:
     problem = bilevel.Problem(lambda x, y, b: ((b[0] @ y - b[1]) ** 2).mean(), lower)
     solver_of(
         Table(STARTS),
-        bilevel.F2SA(upper_optimizer=factory),
+        bilevel.F2SA(0.1, upper_optimizer=factory),
         1,
         problem=problem,
         lower_data=data,
@@ -619,7 +643,7 @@ def test_a_step_of_a_lower_table_touches_the_rows_of_its_batch_alone(name: str) 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_of_an_optimizer_touches_the_rows_of_its_batch_alone(name: str) -> None:
     table = Table(torch.zeros(MANY, dtype=torch.float64))
-    method = bilevel.F2SA(inner_steps=2, upper_optimizer=OPTIMIZERS[name][0])
+    method = bilevel.F2SA(0.1, inner_steps=2, upper_optimizer=OPTIMIZERS[name][0])
     # they add to the table, and to their own states, by sparse tensors
     sparse = {"aten.add_.Tensor", "aten.sparse_mask.default"}
     assert _seen_in_a_step(solver_of(table, method)) <= LOOKUPS | sparse
@@ -636,9 +660,9 @@ def test_the_cost_test_would_notice_a_whole_table() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        bilevel.F2SA(inner_steps=2),
-        bilevel.F2SA(inner_steps=2, upper_optimizer=OPTIMIZERS["sparse adam"][0]),
-        bilevel.F3SA(momentum=0.5),
+        bilevel.F2SA(0.1, 0.1, inner_steps=2),
+        bilevel.F2SA(0.1, inner_steps=2, upper_optimizer=OPTIMIZERS["sparse adam"][0]),
+        bilevel.F3SA(0.1, 0.1, momentum=0.5),
     ],
     ids=["plain", "sparse adam", "f3sa"],
 )
@@ -708,6 +732,7 @@ def test_minimize_returns_a_table(select: Any) -> None:
             upper_data=UPPER_DATA,
             lower_data=LOWER_DATA,
             batch_size=8,
+            method=bilevel.F2SA(0.1, 0.1),
             steps=12,
             select=select,
         )
@@ -761,7 +786,7 @@ def test_exact_hypergradients_of_tables_are_those_of_tensors() -> None:
 @pytest.mark.parametrize("scheme", ["forward", "midpoint"])
 def test_exact_hypergradients_with_a_lower_table(scheme: Any) -> None:
     batches = {"upper_batch": UPPER_DATA, "lower_batch": LOWER_DATA}
-    x0, method = torch.tensor(0.3, dtype=torch.float64), bilevel.F2SA(scheme=scheme)
+    x0, method = torch.tensor(0.3, dtype=torch.float64), bilevel.F2SA(0.1, 0.1, scheme=scheme)
     found, known = (
         bilevel.check_hypergradient(PER_SAMPLE, x0, y0, multiplier=100.0, method=method, **batches)
         for y0 in (Table(STARTS), STARTS)

@@ -26,6 +26,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False, not {value!r}")
+
+
 def checked_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
     """``value`` as a finite float of at least ``least`` (``above``: greater than it)."""
     if isinstance(value, bool) or not isinstance(value, Real):

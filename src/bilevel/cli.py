@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 from bilevel import __version__
 from bilevel.errors import BilevelError
 
+if TYPE_CHECKING:
+    from bilevel.benchmarks.report import Benchmark
+
 app = typer.Typer(
     name="bilevel",
     help="Bilevel optimization with gradients alone.",
@@ -22,6 +25,8 @@ app = typer.Typer(
 )
 reproduce_app = typer.Typer(help="Reproduce the paper's experiments.", no_args_is_help=True)
 app.add_typer(reproduce_app, name="reproduce")
+bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 console = Console()
 
 JsonFile = Annotated[
@@ -112,6 +117,55 @@ def rates(
     _write_json(json_file, reproduction.to_json())
     experiment.plot(reproduction, plot)
     console.print(f"plot: {plot}", soft_wrap=True)
+
+
+@bench_app.command("methods")
+def bench_methods(
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the quadratic; the settings were chosen for 0.")
+    ] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of which the time is a median.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Steps, evaluations and seconds of every method to the same target on a quadratic."""
+    from bilevel.benchmarks import methods
+
+    _bench(methods, json_file, threads=1, seed=seed, repeats=repeats)
+
+
+@bench_app.command("table")
+def bench_table(
+    largest: Annotated[
+        int, typer.Option(min=10_000, help="Number of samples; 10^8 take 1 GB of memory.")
+    ] = 10**8,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 31,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time and memory of a step with a weight per sample, from 10^4 samples up."""
+    from bilevel.benchmarks import table
+
+    options: dict[str, Any] = {"largest": largest, "repeats": repeats, "device": device}
+    _bench(table, json_file, threads=1, seed=seed, **options)
+
+
+def _bench(
+    benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
+) -> None:
+    """Run a benchmark with its options, print its one table and write its one file.
+
+    torch has ``threads`` to itself; None: all that it would take anyway.
+    """
+    from bilevel.benchmarks import report
+
+    _check_folders(json_file)
+    with report.threads(threads), Progress(console=console, transient=True) as progress:
+        machine = report.Machine.here()
+        rows = _checked(benchmark.run, track=progress.track, **options)
+    console.print(benchmark.table(rows))
+    console.print(str(machine), highlight=False, soft_wrap=True)
+    _write_json(json_file, report.figures(machine, options, rows))
 
 
 def _rates_table(rates: list[Any]) -> Table:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
 from bilevel.methods import Method, PenaltyMethod, method_of
-from bilevel.methods.implicit import Slope, conjugate_gradients, flat, gradient, unflat
+from bilevel.methods.implicit import Slope, gradient
+from bilevel.methods.vectors import conjugate_gradients, flat, unflat
 from bilevel.problem import Problem, Stencil, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic

@@ -29,6 +29,7 @@ Callback: TypeAlias = Callable[[Solver, Info], bool | None]
 History: TypeAlias = dict[str, npt.NDArray[Any]]
 
 MEASURED = ("upper", "lower", "gap", "direction_norm")
+TOLD = ("multiplier", "lower_lr", "upper_lr")
 
 
 class Outcome(Enum):
@@ -48,7 +49,8 @@ class Result:
         y: the copy of the lower variable that solves the lower level, in the structure of y0; for
             the last iterate x_K it was fitted at x_{K-1}.
         history: arrays of one length, one entry per recorded step: "step", "seconds", "upper",
-            "lower", "gap", "multiplier", "direction_norm"; see :class:`bilevel.methods.Info`.
+            "lower", "gap", "multiplier", "direction_norm", "lower_lr", "upper_lr"; see
+            :class:`bilevel.methods.Info`.
         steps: how many outer steps were taken.
         seconds: how long they took.
         outcome: how the run ended.
@@ -181,13 +183,14 @@ class _Recorder:
         device = solver.state.x.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._measured = torch.empty((rows, len(MEASURED)), dtype=dtype, device=device)
-        self._told = np.empty((rows, 3))
+        self._told = np.empty((rows, 2 + len(TOLD)))
         self._rows = 0
 
     def add(self, info: Info, seconds: float) -> None:
         row = torch.stack([getattr(info, name).detach() for name in MEASURED])
         self._measured[self._rows] = row
-        self._told[self._rows] = info.step, seconds, info.multiplier
+        told = [getattr(info, name) for name in TOLD]
+        self._told[self._rows] = info.step, seconds, *told
         self._rows += 1
 
     def history(self) -> History:
@@ -197,7 +200,7 @@ class _Recorder:
             "step": told[:, 0].astype(np.int64),
             "seconds": told[:, 1].copy(),
             **{name: measured[:, i].copy() for i, name in enumerate(MEASURED)},
-            "multiplier": told[:, 2].copy(),
+            **{name: told[:, 2 + i].copy() for i, name in enumerate(TOLD)},
         }
 
 

@@ -48,9 +48,10 @@ class Meter:
 
 def describe(info: Info) -> str:
     """The numbers of one step in one short line."""
+    rates = f"lam {info.multiplier:.4g} steps {info.lower_lr:.2g} {info.upper_lr:.2g}"
     if info.upper is None or info.lower is None or info.gap is None:
-        return f"multiplier {info.multiplier:.4g}"
+        return rates
     return (
-        f"upper {float(info.upper):.4g} lower {float(info.lower):.4g} "
-        f"gap {float(info.gap):.1e} multiplier {info.multiplier:.4g}"
+        f"upper {float(info.upper):.4g} lower {float(info.lower):.3g} "
+        f"gap {float(info.gap):.0e} {rates}"
     )

@@ -31,6 +31,7 @@ Nodes: TypeAlias = Sequence[tuple[bool, bool]]
 """For each copy of the lower variable whether f, and whether g, is evaluated at it."""
 
 _BLOCK = 1 << 16  # indices drawn at a time: one call to the generator serves many minibatches
+_PROBES = 8  # minibatches in a sample that stands for all data
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,23 @@ class Stream(ABC):
     def next(self) -> Any:
         """The next batch."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether every batch is the same."""
+        return False
+
     @abstractmethod
     def peek(self) -> Any:
         """A batch as :meth:`next` could give it, without moving the stream."""
+
+    @property
+    def probed(self) -> bool:
+        """Whether :meth:`probe` can be asked."""
+        return True
+
+    def probe(self) -> list[Any]:
+        """A few batches that are the same whenever they are asked for, in a resumed run too."""
+        return [self.peek()]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
@@ -84,6 +99,8 @@ class Stream(ABC):
 
 class NoData(Stream):
     """A deterministic objective: the batch is None."""
+
+    deterministic = True
 
     def next(self) -> None:
         return None
@@ -134,8 +151,21 @@ class Indexed(Stream):
             return self._everything
         return self._take(self._indices(self._batch_size))
 
+    @property
+    def deterministic(self) -> bool:
+        return self._batch_size is None
+
     def peek(self) -> Any:
         return self._take(slice(0, self._batch_size or self._length))
+
+    def probe(self) -> list[Any]:
+        if self._batch_size is None:
+            return [self.next()]
+        batches = max(1, min(_PROBES, self._length // self._batch_size))
+        count = min(batches * self._batch_size, self._length)
+        # spread over all rows, because these may be sorted
+        rows = torch.arange(count, device=self._block.device) * self._length // count
+        return [self._take(rows[first::batches]) for first in range(batches)]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:
@@ -186,21 +216,30 @@ class Sampled(Stream):
     ) -> None:
         self._sample = sample
         self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._origin = self._generator.get_state()
 
     def next(self) -> Any:
         return self._sample(self._generator)
 
     def peek(self) -> Any:
-        state = self._generator.get_state()
-        batch = self._sample(self._generator)
+        return self._sample_from(self._generator.get_state(), 1)[0]
+
+    def probe(self) -> list[Any]:
+        return self._sample_from(self._origin, _PROBES)
+
+    def _sample_from(self, state: Tensor, count: int) -> list[Any]:
+        now = self._generator.get_state()
         self._generator.set_state(state)
-        return batch
+        batches = [self._sample(self._generator) for _ in range(count)]
+        self._generator.set_state(now)
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
+        return {"generator": self._generator.get_state(), "origin": self._origin.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+        self._origin = state["origin"].clone()
 
 
 class Iterated(Stream):
@@ -221,6 +260,10 @@ class Iterated(Stream):
         self._epoch_state = self._random_state()
         self._position = 0
         self._ahead: list[Any] = []
+
+    @property
+    def probed(self) -> bool:
+        return False  # what was drawn once may never come again
 
     def next(self) -> Any:
         batch = self._ahead.pop() if self._ahead else self._pull()
@@ -336,6 +379,12 @@ class Draw:
         self.lower = lower
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether all samples are behind every x direction."""
+        full = self.upper.deterministic and self.lower.deterministic
+        return full or self.direction_batch_size == "all"
 
     def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
         """For each point its sample for one inner step."""

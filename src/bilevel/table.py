@@ -28,11 +28,13 @@ class Table(nn.Module):
     ``direction_batch_size="all"``, momentum (``F3SA``, ``MASOBA``, ``F2BA`` with ``acceleration``),
     and ``select="best"`` or ``"random"``, each of which also holds whole copies. Where y is a
     table: ``F2SA`` with another scheme than "forward", ``MEHA``, ``BOME``, ``VPBGD`` with
-    ``start="y"``, and all methods that need second derivatives.
+    ``start="y"``, all methods that need second derivatives, and now and then ``lower_lr="auto"``.
 
-    Optimizers have to know sparse gradients: ``torch.optim.SparseAdam`` (two more numbers for each
-    parameter), ``Adagrad`` (one more), and ``SGD`` without momentum do. Sets have to treat each row
-    alone, see :mod:`bilevel.sets`.
+    The step of x has to be given, as ``upper_lr`` or by an optimizer, unless every direction is
+    over all samples: "auto" learns it from directions that have rows in common. An optimizer has to
+    know sparse gradients: ``torch.optim.SparseAdam`` (two more numbers for each parameter),
+    ``Adagrad`` (one more), and ``SGD`` without momentum do. A set has to treat each row alone, see
+    :mod:`bilevel.sets`.
 
     Args:
         values: the rows to start from, a floating point tensor whose first dimension counts them.

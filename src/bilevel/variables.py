@@ -207,6 +207,11 @@ class Variable:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs)
 
+    @torch.no_grad()
+    def approach(self, other: Variable, share: float) -> None:
+        """Leave only a share of the distance to the point of ``other``, in place."""
+        torch._foreach_lerp_(self.leaves, other.leaves, 1 - share)
+
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """``tensors``, one per leaf, in the structure of the value.
 

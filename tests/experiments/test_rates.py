@@ -31,6 +31,8 @@ def test_settings_change_constants_and_not_exponents(algorithm: str) -> None:
     row = theory.REGIMES[algorithm]["stochastic"]
     chosen = SETTINGS[algorithm]
     growth = 2.0 ** (row.a - row.c)
+    assert method.rates.upper is not None
+    assert method.rates.lower is not None
     assert method.rates.multiplier(0) == chosen.lam0
     assert method.rates.multiplier(int(chosen.k0)) == pytest.approx(chosen.lam0 * growth)
     assert method.rates.upper(0) == pytest.approx(chosen.x_step)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import ArgumentError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Constant, Power
@@ -161,7 +160,7 @@ class _Counter:
 def test_a_step_costs_what_the_algorithm_says() -> None:
     counter = _Counter()
     solver = bilevel.Solver(
-        counter.problem, bilevel.F2SA(inner_steps=4), torch.zeros(3), torch.zeros(3)
+        counter.problem, bilevel.F2SA(0.1, 0.1, inner_steps=4), torch.zeros(3), torch.zeros(3)
     )
     counter.reset()
     solver.step(measure=False)
@@ -184,9 +183,9 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "backward", counted)
     problem = Quadratic()
     for method, expected in (
-        (bilevel.F2SA(inner_steps=5), 6),
-        (bilevel.F2SA(inner_steps=5, single_pass=True), 5),
-        (bilevel.F2SA(inner_steps=5, coupling="independent"), 6),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5), 6),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5, single_pass=True), 5),
+        (bilevel.F2SA(0.1, 0.1, inner_steps=5, coupling="independent"), 6),
     ):
         solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
         calls.clear()
@@ -235,29 +234,13 @@ def test_users_optimizers_reach_the_solution() -> None:
     assert error < 0.05
 
 
-def test_single_pass_refuses_a_larger_direction() -> None:
-    problem = WeightedLogistic()
-    solver = bilevel.Solver(
-        problem,
-        bilevel.F2SA(single_pass=True),
-        problem.x0,
-        problem.y0,
-        upper_data=problem.upper_data,
-        lower_data=problem.lower_data,
-        batch_size=5,
-        direction_batch_size="all",
-    )
-    with pytest.raises(ArgumentError, match=r"direction_batch_size='all'.*single_pass=True"):
-        solver.step()
-
-
 def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:
     problem = WeightedLogistic(train=101, trusted=37, dim=3)
     directions = []
     for chunk in (None, 10, 101):
         solver = bilevel.Solver(
             problem,
-            bilevel.F2SA(inner_steps=1, multiplier=20.0, upper_lr=1.0),
+            bilevel.F2SA(0.1, 1.0, multiplier=20.0, inner_steps=1),
             problem.x0,
             problem.y0 + 0.3,
             upper_data=problem.upper_data,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bilevel
-from bilevel.errors import ArgumentError
 from bilevel.problem import FORWARD, MIDPOINT, central
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Power
@@ -158,30 +157,3 @@ def test_the_report_is_taken_at_the_midpoint() -> None:
     torch.testing.assert_close(info.lower, problem.lower(x, solver.y, None))
     above = problem.lower(x, solver.state.penalised.value.detach(), None)
     torch.testing.assert_close(info.gap, above - problem.lower(x, solver.y, None))
-
-
-def test_a_multiplier_too_small_for_convexity_is_refused_where_constants_are_known() -> None:
-    problem = Quadratic(condition=10.0)  # mu_g = 0.1, l_f1 = 1: order 4 needs more than 20
-    with pytest.raises(ArgumentError, match=r"multiplier=10\.0 is too small .* above 20"):
-        bilevel.Solver(problem, bilevel.F2SA(scheme="central", order=4), problem.x0, problem.y0)
-    bilevel.Solver(
-        problem,
-        bilevel.F2SA(scheme="central", order=4, multiplier=20.1),
-        problem.x0,
-        problem.y0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scheme": "backward"}, r"scheme must be one of 'forward', .* not 'backward'"),
-        ({"scheme": "central", "order": 3}, "order=3 must be even"),
-        ({"scheme": "central", "order": 0}, "order must be a whole number of at least 2, not 0"),
-        ({"order": 2}, "order=2 .* is for scheme='central' only, not for 'forward'"),
-        ({"scheme": "midpoint", "order": 4}, "order=4 .* not for 'midpoint'"),
-    ],
-)
-def test_bad_schemes(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        bilevel.F2SA(**arguments)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, ObjectiveError
+from bilevel.errors import NonFiniteError, ObjectiveError
 from bilevel.methods.aid import AID
-from bilevel.methods.implicit import Slope, conjugate_gradients, flat, unflat
+from bilevel.methods.implicit import Slope
 from bilevel.methods.itd import ITD
 from bilevel.methods.soba import MASOBA, SOBA
 from bilevel.methods.sobo import SOBO
+from bilevel.methods.vectors import conjugate_gradients, flat, unflat
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Power
 from bilevel.variables import Variable, substituted
@@ -190,15 +191,6 @@ def test_iterates_equal_an_independent_recursion(
 # How far they come, and how exact they are
 
 
-CONVERGENCE = [
-    (SOBO(1.8, 1.0, neumann_steps=30), 30),
-    (SOBA(1.0, 0.1), 300),
-    (MASOBA(1.0, 0.1, averaging=0.5), 300),
-    (AID(1.0, 1.0), 30),
-    (ITD(1.0, 1.0, inner_steps=60), 30),
-]
-
-
 def _steps(solver: bilevel.Solver, count: int) -> None:
     for _ in range(count):
         solver.step()
@@ -293,8 +285,12 @@ def test_the_series_takes_its_step_from_lower_lr() -> None:
     same = [_direction(problem, SOBO(0.3, 1.0, neumann_lr=eta)) for eta in (None, 0.3)]
     assert torch.equal(*same)
     optimizers = SOBO(upper_lr=1.0, lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    curvature = float(torch.linalg.eigvalsh(problem.A)[-1])
     torch.testing.assert_close(
-        _direction(problem, optimizers), _direction(problem, SOBO(0.5, 1.0, neumann_lr=0.1))
+        _direction(problem, optimizers),
+        _direction(problem, SOBO(0.5, 1.0, neumann_lr=1 / curvature)),
+        rtol=1e-3,
+        atol=1e-3,
     )
 
 
@@ -407,10 +403,15 @@ def test_optimizers_and_sets(method: Any) -> None:
     result = bilevel.minimize(boxed, problem.x0, problem.y0, method=method, steps=30)
     assert result.x.abs().max() <= 0.2
 
-    given = {"upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.02)}
-    plain: dict[str, Any] = {"upper_lr": 0.02}
-    if not isinstance(method, ITD):
+    given: dict[str, Any] = {"upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.02)}
+    plain: dict[str, Any] = {"upper_lr": 0.02, "lower_lr": 0.1}
+    if isinstance(method, ITD):
+        given["lower_lr"] = 0.1
+    else:
         given["lower_optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1)
+    for secondary in ("neumann_lr", "adjoint_lr"):
+        if hasattr(method, secondary):
+            given[secondary] = 0.1
     ends = [
         bilevel.minimize(
             problem, problem.x0, problem.y0, method=type(method)(**settings), steps=50
@@ -457,11 +458,11 @@ def test_steps_cost_what_the_properties_say() -> None:
 
     watched = bilevel.Problem(counted("f", problem.upper), counted("g", problem.lower))
     for method, f, g in (
-        (SOBO(inner_steps=4, neumann_steps=3), 1, 4 + 3 + 1),
-        (SOBA(), 1, 1),
-        (MASOBA(), 1, 1),
-        (AID(inner_steps=4), 1, 4 + 2),
-        (ITD(inner_steps=4), 1, 4),
+        (SOBO(0.1, 0.1, inner_steps=4, neumann_steps=3), 1, 4 + 3 + 1),
+        (SOBA(0.1, 0.1), 1, 1),
+        (MASOBA(0.1, 0.1), 1, 1),
+        (AID(0.1, 0.1, inner_steps=4), 1, 4 + 2),
+        (ITD(0.1, 0.1, inner_steps=4), 1, 4),
     ):
         assert method.properties.order == 2
         solver = bilevel.Solver(watched, method, problem.x0, problem.y0)
@@ -567,51 +568,6 @@ def test_a_second_derivative_that_is_not_finite_stops_the_run() -> None:
         solver = bilevel.Solver(problem, method, torch.zeros(2), torch.zeros(2))
         with pytest.raises(NonFiniteError):
             _steps(solver, 2)  # which of the two is not the point
-
-
-BAD: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
-    (SOBO, {"inner_steps": 0}, ArgumentError, "inner_steps .* not 0"),
-    (SOBO, {"neumann_steps": -1}, ArgumentError, "neumann_steps .* at least 0, not -1"),
-    (SOBO, {"neumann_lr": 0.0}, ArgumentError, r"neumann_lr .* not 0\.0"),
-    (SOBO, {"neumann_lr": "big"}, ArgumentTypeError, "neumann_lr .* not 'big'"),
-    (SOBO, {"lower_lr": -1.0}, ArgumentError, r"lower_lr .* not -1\.0"),
-    (SOBA, {"adjoint_lr": -0.5}, ArgumentError, r"adjoint_lr .* not -0\.5"),
-    (SOBA, {"upper_lr": float("nan")}, ArgumentError, "upper_lr .* not nan"),
-    (MASOBA, {"averaging": 1.5}, ArgumentError, r"averaging must be at most 1, not 1\.5"),
-    (MASOBA, {"averaging": 0.0}, ArgumentError, r"averaging .* not 0\.0"),
-    (AID, {"cg_steps": 2.5}, ArgumentError, r"cg_steps .* not 2\.5"),
-    (AID, {"warm_start": "yes"}, ArgumentTypeError, "warm_start .* not 'yes'"),
-    (AID, {"inner_steps": True}, ArgumentError, "inner_steps .* not True"),
-    (ITD, {"inner_steps": 0}, ArgumentError, "inner_steps .* not 0"),
-    (ITD, {"lower_optimizer": torch.optim.SGD}, ArgumentError, "lower_optimizer=.*SGD.* ITD"),
-    (
-        SOBO,
-        {"lower_lr": 0.1, "lower_optimizer": torch.optim.SGD},
-        ArgumentError,
-        "lower_lr=0.1 would be ignored",
-    ),
-]
-
-
-@pytest.mark.parametrize(("cls", "settings", "kind", "message"), BAD)
-def test_bad_arguments_are_named(
-    cls: type[Any], settings: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        cls(**settings)
-
-
-def test_a_schedule_is_checked_at_every_step() -> None:
-    problem = Quadratic(seed=0)
-    for method, message in (
-        (MASOBA(averaging=lambda k: 0.5 + k), r"averaging\(1\) must be at most 1, not 1\.5"),
-        (SOBA(adjoint_lr=lambda k: 1.0 - k), r"adjoint_lr\(1\) .* not 0\.0"),
-        (SOBO(neumann_lr=lambda k: 1.0 - k), r"neumann_lr\(1\) .* not 0\.0"),
-    ):
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
-        solver.step()
-        with pytest.raises(ArgumentError, match=message):
-            solver.step()
 
 
 # The tools

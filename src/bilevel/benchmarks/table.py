@@ -9,105 +9,139 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import torch
+from rich.table import Table as Shown
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import bilevel
+from bilevel.benchmarks import report
+from bilevel.checks import check_count
+from bilevel.methods import F2SA
+from bilevel.problem import Problem
+from bilevel.solver import Solver
+from bilevel.table import Table
 
-ROWS = tuple(10**p for p in range(4, 9))
-TENSOR_ROWS = tuple(10**p for p in range(4, 8))
+Kind = Literal["table", "tensor"]
+
 BATCHES = (50, 500)
+LEAST = 10_000
+TENSOR_LIMIT = 10_000_000
+"""A plain tensor of more entries would take seconds for every step."""
 
 _IMAGES, _PIXELS, _CLASSES = 10_000, 784, 10
 _STATM = Path("/proc/self/statm")
 
 
+@dataclass(frozen=True)
+class Row:
+    """One size.
+
+    Attributes:
+        batch: samples in a minibatch.
+        kind: what x is, a "table" or a "tensor".
+        rows: how many samples there are.
+        seconds: of one outer step, the median of the repeats.
+        ratio: to the smallest number of rows, for the same batch and kind; the median of the
+            repeats, each of which compares what ran within moments of each other.
+        bytes: by which the solver and its first step made the process larger, or what it holds of
+            the GPU; None where the system does not tell.
+    """
+
+    batch: int
+    kind: Kind
+    rows: int
+    seconds: float
+    ratio: float
+    bytes: int | None
+
+
 def run(
-    rows: Sequence[int] = ROWS,
-    tensor_rows: Sequence[int] = TENSOR_ROWS,
-    batches: Sequence[int] = BATCHES,
     *,
+    largest: int = 10**8,
     inner_steps: int = 10,
     steps: int = 2,
     repeats: int = 31,
     device: str = "cpu",
     seed: int = 0,
-) -> list[dict[str, Any]]:
-    """One row of figures for each batch size, kind of x and number of samples.
+    track: report.Track = iter,
+) -> list[Row]:
+    """Powers of ten from 10^4 to ``largest``, for each batch size and kind of x.
 
     Args:
-        rows: numbers of samples for tables; the first is what ratios are to.
-        tensor_rows: numbers of samples for plain tensors.
-        batches: samples in a minibatch.
+        largest: number of samples for a table; for a tensor they end at 10^7.
         inner_steps: T.
         steps: outer steps that are timed together.
-        repeats: how often; all sizes take turns within each repeat, so that a ratio compares what
-            ran within moments of each other.
+        repeats: how often; all sizes take turns within each repeat.
         device: where.
         seed: of the data and the minibatches.
-
-    Returns:
-        Rows with "batch", "kind" ("table" or "tensor"), "rows", "seconds" (of one outer step, the
-        median of the repeats), "ratio" (to the first number of rows of the same kind and batch,
-        the median of the repeats) and "bytes" (by which the solver made the process, or the GPU's
-        allocations, grow; None where that cannot be told).
+        track: shows progress.
     """
-    sizes = [("table", count) for count in rows] + [("tensor", count) for count in tensor_rows]
-    figures = []
+    for name, value, least in (
+        ("largest", largest, LEAST),
+        ("steps", steps, 1),
+        ("repeats", repeats, 1),
+    ):
+        check_count(name, value, least)
+    counts = [LEAST * 10**power for power in range(len(str(largest // LEAST)))]
+    sizes: list[tuple[Kind, int]] = [("table", count) for count in counts]
+    sizes += [("tensor", count) for count in counts if count <= TENSOR_LIMIT]
     generator = torch.Generator(device).manual_seed(seed)
-    images = torch.rand(_IMAGES, _PIXELS, generator=generator, device=device)
-    labels = torch.randint(_CLASSES, (_IMAGES,), generator=generator, device=device)
-    _solver("table", rows[0], batches[0], 1, (images, labels), seed).step()  # what is loaded once
-    for batch in batches:
-        runs: list[tuple[bilevel.Solver, int | None]] = []
-        for kind, count in sizes:
-            before = _memory(device)
-            solver = _solver(kind, count, batch, inner_steps, (images, labels), seed)
-            solver.step(measure=False)
-            after = _memory(device)
-            runs.append((solver, None if before is None or after is None else after - before))
-        seconds: list[list[float]] = [[] for _ in sizes]
-        for repeat in range(repeats):
-            for turn in range(len(sizes)):
-                place = (turn + repeat) % len(sizes)  # no size is always measured after the same
-                seconds[place].append(_seconds(runs[place][0], steps))
-        for (kind, count), (_, grown), times in zip(sizes, runs, seconds, strict=True):
-            first = seconds[[k for k, _ in sizes].index(kind)]
-            figures.append(
-                {
-                    "batch": batch,
-                    "kind": kind,
-                    "rows": count,
-                    "seconds": statistics.median(times),
-                    "ratio": statistics.median(t / f for t, f in zip(times, first, strict=True)),
-                    "bytes": grown,
-                }
-            )
-    return figures
+    data = (
+        torch.rand(_IMAGES, _PIXELS, generator=generator, device=device),
+        torch.randint(_CLASSES, (_IMAGES,), generator=generator, device=device),
+    )
+    _solver("table", LEAST, 1, 1, data, seed).step()  # what a process loads only once
+
+    rows: list[Row] = []
+    solvers: list[Solver] = []
+    for batch, repeat in track([(batch, repeat) for batch in BATCHES for repeat in range(repeats)]):
+        if repeat == 0:
+            solvers.clear()
+            grown: list[int | None] = []
+            seconds: list[list[float]] = [[] for _ in sizes]
+            for kind, count in sizes:
+                before = _memory(device)
+                solvers.append(_solver(kind, count, batch, inner_steps, data, seed))
+                solvers[-1].step()
+                after = _memory(device)
+                grown.append(None if before is None or after is None else after - before)
+        for turn in range(len(sizes)):
+            place = (turn + repeat) % len(sizes)  # none always comes after the same other
+            seconds[place].append(_seconds(solvers[place], steps))
+        if repeat == repeats - 1:
+            for (kind, count), size, times in zip(sizes, grown, seconds, strict=True):
+                first = seconds[sizes.index((kind, LEAST))]
+                ratio = median(t / f for t, f in zip(times, first, strict=True))
+                rows.append(Row(batch, kind, count, median(times), ratio, size))
+    return rows
 
 
-def report(figures: Sequence[dict[str, Any]]) -> str:
-    """The figures as text."""
-    lines = [f"{'batch':>5}  {'x':<8}{'rows':>12}{'ms per step':>13}{'ratio':>8}{'MB':>9}"]
-    for row in figures:
-        memory = "-" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f}"
-        lines.append(
-            f"{row['batch']:>5}  {row['kind']:<8}{row['rows']:>12,}{row['seconds'] * 1e3:>13.2f}"
-            f"{row['ratio']:>8.2f}{memory:>9}"
-        )
-    return "\n".join(lines)
+def table(rows: Sequence[Row]) -> Shown:
+    """The rows to read."""
+    return report.table(
+        "one outer step with a weight per sample",
+        rows,
+        {
+            "batch": lambda row: row.batch,
+            "x": lambda row: row.kind,
+            "rows": lambda row: row.rows,
+            "ms": lambda row: 1e3 * row.seconds,
+            "ratio": lambda row: row.ratio,
+            "MB": lambda row: "-" if row.bytes is None else f"{row.bytes / 1e6:.1f}",
+        },
+    )
 
 
 def _solver(
-    kind: str, count: int, batch: int, inner_steps: int, data: tuple[Tensor, Tensor], seed: int
-) -> bilevel.Solver:
+    kind: Kind, count: int, batch: int, inner_steps: int, data: tuple[Tensor, Tensor], seed: int
+) -> Solver:
     images, labels = data
     device = images.device
 
@@ -116,7 +150,7 @@ def _solver(
         losses = cross_entropy(images @ y, labels, reduction="none")
         return (torch.sigmoid(x[index]) * losses).mean() + 0.001 * (y * y).sum()
 
-    def loss(x: Any, y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def trusted_loss(x: Any, y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
         return cross_entropy(images @ y, labels)
 
@@ -126,14 +160,14 @@ def _solver(
         return images[image], labels[image], index
 
     def trusted(source: torch.Generator) -> tuple[Tensor, Tensor]:
-        index = torch.randint(_IMAGES, (batch,), generator=source, device=device)
-        return images[index], labels[index]
+        image = torch.randint(_IMAGES, (batch,), generator=source, device=device)
+        return images[image], labels[image]
 
     start = torch.zeros(count, device=device)
-    return bilevel.Solver(
-        bilevel.Problem(loss, weighted_loss),
-        bilevel.F2SA(lower_lr=0.01, upper_lr=1.0, inner_steps=inner_steps),
-        bilevel.Table(start) if kind == "table" else start,
+    return Solver(
+        Problem(trusted_loss, weighted_loss),
+        F2SA(lower_lr=0.01, upper_lr=1.0, inner_steps=inner_steps),
+        Table(start) if kind == "table" else start,
         torch.zeros(_PIXELS, _CLASSES, device=device),
         upper_data=trusted,
         lower_data=samples,
@@ -141,8 +175,8 @@ def _solver(
     )
 
 
-def _seconds(solver: bilevel.Solver, steps: int) -> float:
-    solver.step()  # back in the caches, as in a run of its own
+def _seconds(solver: Solver, steps: int) -> float:
+    solver.step()  # what the others drove out of the caches comes back, as in a run of its own
     _synchronise(solver)
     start = time.perf_counter()
     for _ in range(steps):
@@ -151,13 +185,13 @@ def _seconds(solver: bilevel.Solver, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def _synchronise(solver: bilevel.Solver) -> None:
+def _synchronise(solver: Solver) -> None:
     if solver.state.x.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def _memory(device: str) -> int | None:
-    """What the process holds in memory, or the GPU for it."""
+    """What the process holds in memory, or of the GPU."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count
-from bilevel.errors import ArgumentTypeError
+from bilevel.checks import check_count, check_flag
 from bilevel.methods.base import Properties
 from bilevel.methods.implicit import (
     ImplicitMethod,
     OneCopyState,
-    conjugate_gradients,
-    flat,
     require_finite_adjoint,
 )
-from bilevel.methods.updates import Update
+from bilevel.methods.updates import Now, Update
+from bilevel.methods.vectors import conjugate_gradients, flat
 from bilevel.problem import Problem
 from bilevel.streams import Draw
 from bilevel.variables import Variable, require_finite
@@ -55,8 +54,8 @@ class AID(ImplicitMethod[AIDState]):
     :class:`~bilevel.F2SA` or :class:`MASOBA`.
 
     Args:
-        lower_lr: gamma_k, the step of y. None: 0.1.
-        upper_lr: eta_k, the step of x. None: 0.1.
+        lower_lr: gamma_k, the step of y. "auto": 1 / L_g, measured.
+        upper_lr: eta_k, the step of x. "auto": as in :class:`~bilevel.F2SA`.
         inner_steps: T.
         cg_steps: N, at most so many steps of conjugate gradients.
         warm_start: start these at the v of the step before, for one more product; False: at 0.
@@ -97,20 +96,24 @@ class AID(ImplicitMethod[AIDState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("cg_steps", self.cg_steps)
-        if not isinstance(self.warm_start, bool):
-            raise ArgumentTypeError(f"warm_start must be True or False, not {self.warm_start!r}")
+        check_flag("warm_start", self.warm_start)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> AIDState:
+        x_update = self.x_update(problem, x)
         return AIDState(
             x=x,
             k=0,
+            multiplier=math.nan,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
         )
 
-    def _adjoint(self, problem: Problem, state: AIDState, draw: Draw, f_y: Tensor) -> Tensor:
+    def _adjoint(
+        self, problem: Problem, state: AIDState, draw: Draw, f_y: Tensor, now: Now
+    ) -> Tensor:
         slope = self._slope(problem, state, draw)
 
         def product(v: Tensor) -> Tensor:

@@ -12,16 +12,21 @@ To add another, write a file with a :class:`State` and a :class:`Method`, and na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import StateError
+from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, norm, require_finite
+
+if TYPE_CHECKING:
+    from bilevel.methods.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,15 @@ class Info:
         gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level; NaN
             for a method that has none.
         direction_norm: the norm of the direction in which x moved.
+        lower_lr: the step of the copy that solves the lower level, found or given; with an
+            optimizer, the learning rate of its first group.
+        upper_lr: the same for x; 0 where x rests.
     """
 
     step: int
     multiplier: float
+    lower_lr: float
+    upper_lr: float
     upper: Tensor | None = None
     lower: Tensor | None = None
     gap: Tensor | None = None
@@ -60,10 +70,14 @@ class State:
     Attributes:
         x: the upper variable.
         k: how many outer steps were taken.
+        multiplier: lam of the last step taken; 0 before the first, NaN where there is none.
+        pace: the step sizes.
     """
 
     x: Variable
     k: int
+    multiplier: float
+    pace: Pace
 
     @property
     def solution(self) -> Variable:
@@ -74,6 +88,12 @@ class State:
     def penalised(self) -> Variable | None:
         """The copy that follows f as well as g; None where the method has none."""
         return None
+
+    def draw_together(self, share: float) -> None:
+        """Leave only a share of the distances between the copies and the lower solution."""
+
+    def displaced(self) -> None:
+        """X was put elsewhere: forget what was estimated along its path."""
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, copied."""
@@ -92,6 +112,7 @@ class State:
 
 
 S = TypeVar("S", bound=State)
+M = TypeVar("M", bound="Method[Any]")
 
 
 @runtime_checkable
@@ -157,10 +178,16 @@ class Tally:
                 value = terms[name]
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
-    def info(self, direction: list[Tensor], multiplier: float = float("nan")) -> Info:
+    def info(
+        self,
+        direction: list[Tensor],
+        lower_lr: float,
+        upper_lr: float,
+        multiplier: float = float("nan"),
+    ) -> Info:
         """The report of the state's current step."""
         if not self._measure:
-            return Info(self._state.k, multiplier)
+            return Info(self._state.k, multiplier, lower_lr, upper_lr)
         solution, penalised = self._state.solution, self._state.penalised
         lower = self._totals[f"lower(x, {solution.name})"]
         if penalised is None:
@@ -170,6 +197,8 @@ class Tally:
         return Info(
             self._state.k,
             multiplier,
+            lower_lr,
+            upper_lr,
             upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,
@@ -178,9 +207,23 @@ class Tally:
 
 
 class Method(ABC, Generic[S]):
-    """The interface of every algorithm."""
+    """The interface of every algorithm.
+
+    Attributes:
+        properties: what a user compares methods by.
+        lacks: arguments of other methods, and why this one has none of them, where there is more to
+            say than :mod:`bilevel.methods.refusals` says of every method.
+    """
 
     properties: ClassVar[Properties]
+    lacks: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls: type[M], *_: Any, **given: Any) -> M:
+        refuse_foreign(cls, given)
+        return super().__new__(cls)
+
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        """Refuse, with the reason, what the method cannot do with this problem, data or x."""
 
     @abstractmethod
     def init(self, problem: Problem, x: Variable, y: Variable) -> S:

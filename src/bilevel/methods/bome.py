@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -45,9 +46,10 @@ class BOME(DescentMethod[GapState]):
     noise in grad q makes lam_k wrong.
 
     Args:
-        lower_lr: beta_k, the step of y in the joint step. None: 0.1.
-        upper_lr: eta_k, the step of x in the joint step. None: 0.1.
-        inner_lr: alpha_k, the step of z, below 2 / L_g. None: as lower_lr (0.1 beside a
+        lower_lr: beta_k, the step of y in the joint step. "auto": as in :class:`~bilevel.F2SA`,
+            but 1 / (L_g + L_f).
+        upper_lr: eta_k, the step of x in the joint step. "auto": as in :class:`~bilevel.F2SA`.
+        inner_lr: alpha_k, the step of z, below 2 / L_g. None: as lower_lr ("auto" beside a
             lower_optimizer, which moves y only).
         inner_steps: T.
         barrier: phi: "gradient" is eta * ||grad q||^2, "gap" is eta * q.
@@ -86,6 +88,15 @@ class BOME(DescentMethod[GapState]):
         assumes="g satisfies the PL inequality in y; exact gradients",
         reference="Ye, Liu, Wright, Stone, Liu 2022",
     )
+    lacks = MappingProxyType(
+        {
+            "multiplier": (
+                "it finds its multiplier anew in every step; eta says how strongly y is held to "
+                "the lower solution"
+            ),
+            "penalty_lr": "its penalised copy y moves with lower_lr, and z with inner_lr",
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,29 +107,37 @@ class BOME(DescentMethod[GapState]):
         check_choice("coupling", self.coupling, COUPLINGS)
 
     @cached_property
-    def alpha(self) -> Schedule:
-        """The step of z as a function of k."""
-        if self.inner_lr is None:
-            return self.rates.lower
-        return as_schedule("inner_lr", self.inner_lr)
+    def alpha(self) -> Schedule | None:
+        """The step of z as a function of k; None: as lower_lr."""
+        return None if self.inner_lr is None else as_schedule("inner_lr", self.inner_lr)
+
+    @property
+    def _needs_lower(self) -> bool:
+        return super()._needs_lower or (self.lower_optimizer is not None and self.alpha is None)
+
+    def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
+        return lower + upper
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         z = y.clone("z")
+        x_update = self.x_update(problem, x)
         return GapState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
             z=z,
-            multiplier=0.0,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(z, problem.y_projections(z)),
         )
 
     def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
         k, x, y, z = state.k, state.x, state.y, state.z
-        lower_lr, upper_lr = self.rates.lower_at(k), self.rates.upper_at(k)
-        inner_lr = positive_at("inner_lr", self.alpha, k)
+        now = state.pace.at(problem, state, draw)
+        lower_lr = state.y_update.choose(now.lower)
+        inner_lr = now.lower if self.alpha is None else positive_at("inner_lr", self.alpha, k)
 
         z.assign(y)
         for _ in range(self.inner_steps):
@@ -142,9 +161,10 @@ class BOME(DescentMethod[GapState]):
         direction = added(grad_f, grad_q, alpha=lam)
         x.set_grads(direction[: len(x.leaves)])
         y.set_grads(direction[len(x.leaves) :])
+        upper_lr = state.x_update.choose(now.upper)
         x.require_finite_grads(k, upper_lr)
         y.require_finite_grads(k, lower_lr)
-        info = tally.info(x.grads(), lam)
+        info = tally.info(x.grads(), lower_lr, upper_lr, lam)
         state.x_update.apply(upper_lr)
         state.y_update.apply(lower_lr)
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+from bilevel.errors import ArgumentError
+from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Method, S
-from bilevel.methods.updates import DEFAULT_RATE, OptimizerFactory, Rates, rate_or_optimizer
-from bilevel.schedules import Rate, Schedule
+from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace, Watch
+from bilevel.methods.updates import (
+    FoundRate,
+    OptimizerFactory,
+    Rates,
+    Update,
+    rate_or_optimizer,
+)
+from bilevel.problem import Problem
+from bilevel.schedules import Schedule
+from bilevel.streams import Draw
+from bilevel.variables import Variable
 
 
 @dataclass(frozen=True)
@@ -15,15 +27,15 @@ class DescentMethod(Method[S]):
     """A method with a step size for each level.
 
     Args:
-        lower_lr: the step of y. None: 0.1.
-        upper_lr: the step of x. None: 0.1.
+        lower_lr: the step of y. "auto": found, see :mod:`bilevel.methods.pace`.
+        upper_lr: the step of x. "auto": found, see :mod:`bilevel.methods.adaptive`.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
             replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.
     """
 
-    lower_lr: Rate | None = None
-    upper_lr: Rate | None = None
+    lower_lr: FoundRate = "auto"
+    upper_lr: FoundRate = "auto"
     _: KW_ONLY
     lower_optimizer: OptimizerFactory | None = None
     upper_optimizer: OptimizerFactory | None = None
@@ -36,12 +48,58 @@ class DescentMethod(Method[S]):
         """The step sizes as functions of k."""
         return Rates(self._lower_schedule(), self._upper_schedule())
 
-    def _lower_schedule(self) -> Schedule:
-        return rate_or_optimizer(
-            "lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer, DEFAULT_RATE
-        )
+    def _lower_schedule(self) -> Schedule | None:
+        return rate_or_optimizer("lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer)
 
-    def _upper_schedule(self) -> Schedule:
-        return rate_or_optimizer(
-            "upper_lr", self.upper_lr, "upper_optimizer", self.upper_optimizer, DEFAULT_RATE
+    def _upper_schedule(self) -> Schedule | None:
+        return rate_or_optimizer("upper_lr", self.upper_lr, "upper_optimizer", self.upper_optimizer)
+
+    def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
+        """The curvature that the steps of y meet, from those of g and f in y and the multiplier."""
+        return lower
+
+    @property
+    def _needs_lower(self) -> bool:
+        """Whether the lower step has to be found."""
+        return self.rates.lower is None
+
+    @property
+    def _raises_multiplier(self) -> bool:
+        """Whether the multiplier may be raised where it is found to be too small."""
+        return False
+
+    @property
+    def _unit(self) -> int:
+        """How many outer steps do what ten inner steps do."""
+        return -(-REFERENCE_INNER_STEPS // getattr(self, "inner_steps", 1))
+
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        tables = [name for name, by_rows in zip(x.names, x.by_rows, strict=True) if by_rows]
+        if tables and self.rates.upper is None and not draw.sweeps:
+            raise ArgumentError(
+                f"upper_lr='auto' compares each direction of x with the one before, but of "
+                f"{tables[0]} every minibatch moves other rows; give upper_lr as a number, or "
+                f"upper_optimizer=lambda params: torch.optim.SparseAdam(params, lr=0.01), or "
+                f"direction_batch_size='all'"
+            )
+
+    def x_update(self, problem: Problem, x: Variable) -> Update:
+        """How x moves."""
+        projections = problem.x_projections(x)
+        if self.rates.upper is None:
+            return AdaptiveUpdate(x, projections, self._unit)
+        return Update(x, projections, self.upper_optimizer)
+
+    def pace(self, problem: Problem, x: Variable, y: Variable, x_update: Update) -> Pace:
+        """The step sizes of a run from x and y, in which x moves by ``x_update``."""
+        adaptive = isinstance(x_update, AdaptiveUpdate)
+        if not (adaptive or self._needs_lower):
+            return Pace(self.rates)
+        return MeasuredPace(
+            self.rates,
+            y,
+            stiffness=self.stiffness if self._needs_lower else None,
+            raises=self._raises_multiplier,
+            unit=self._unit,
+            watch=Watch(x, y, x_update, problem) if isinstance(x_update, AdaptiveUpdate) else None,
         )

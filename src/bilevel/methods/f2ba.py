@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from bilevel import theory
 from bilevel.checks import checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
 from bilevel.methods.base import Properties, saved
-from bilevel.methods.f2sa import F2SA, F2SAState
+from bilevel.methods.f2sa import F2SA
 from bilevel.methods.updates import Update
 from bilevel.problem import Problem
 from bilevel.sets import Projection
@@ -129,8 +131,9 @@ class F2BA(F2SA):
     practice does; acceleration pays where F is ill-conditioned and noise is small.
 
     Args:
-        lower_lr: gamma, the step of z, below 2 / L_g. None: 0.1.
-        upper_lr: eta, the step of x; it need not change when the multiplier does. None: 0.1.
+        lower_lr: gamma, the step of z, below 2 / L_g. "auto": as in :class:`~bilevel.F2SA`.
+        upper_lr: eta, the step of x; it need not change when the multiplier does. "auto": as in
+            :class:`~bilevel.F2SA`, but not with acceleration.
         multiplier: lam, one number. The bias of the x direction is O(1 / lam).
         penalty_lr: beta, the step of y. None: as lower_lr.
         acceleration: None, or :class:`Nesterov`; it replaces upper_optimizer.
@@ -164,6 +167,14 @@ class F2BA(F2SA):
         assumes="g strongly convex in y; f and g smooth",
         reference="Chen, Ma, Zhang 2025",
     )
+    lacks = MappingProxyType(
+        {
+            "momentum": (
+                "x is accelerated by acceleration=Nesterov(momentum=...), and recursive momentum "
+                "of the gradients is F3SA's"
+            )
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,12 +194,27 @@ class F2BA(F2SA):
                 f"upper_optimizer={self.upper_optimizer!r} would be ignored, because "
                 f"acceleration={self.acceleration!r} decides how x moves; give one of the two"
             )
+        if self.rates.upper is None:
+            raise ArgumentError(
+                f"upper_lr={self.upper_lr!r} cannot be used with acceleration="
+                f"{self.acceleration!r}, whose path is not that of plain steps; give a number"
+            )
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
-        state = super().init(problem, x, y)
-        if self.acceleration is not None:
-            state.x_update = NesterovUpdate(x, problem.x_projections(x), self.acceleration)
-        return state
+    @classmethod
+    def from_theory(
+        cls, constants: theory.Constants, regime: str = "stochastic", **choices: Any
+    ) -> NoReturn:
+        """Refused: the paper's design, in which the multiplier grows, is of F2SA and F3SA."""
+        raise ArgumentError(
+            f"F2BA has no from_theory (regime={regime!r}): the paper's step sizes come with a "
+            f"multiplier that grows, and F2BA keeps it constant; use F2SA.from_theory or "
+            f"F3SA.from_theory"
+        )
+
+    def x_update(self, problem: Problem, x: Variable) -> Update:
+        if self.acceleration is None:
+            return super().x_update(problem, x)
+        return NesterovUpdate(x, problem.x_projections(x), self.acceleration)
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from bilevel import theory
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
@@ -28,14 +28,12 @@ class F2SAState(State):
         points: the copies of the lower variable; for the forward scheme the paper's (y, z). In the
             other schemes their centre comes last.
         centre: which of the points is the lower solution.
-        multiplier: lam of the last step taken, 0 before the first.
         x_update: how x moves.
         y_updates: how each of the points moves; the centre only into its set.
     """
 
     points: list[Variable]
     centre: int
-    multiplier: float
     x_update: Update
     y_updates: list[Update]
 
@@ -46,6 +44,11 @@ class F2SAState(State):
     @property
     def solution(self) -> Variable:
         return self.points[self.centre]
+
+    def draw_together(self, share: float) -> None:
+        for point in self.points:
+            if point is not self.solution:
+                point.approach(self.solution, share)
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,15 @@ class F2SA(PaperMethod[F2SAState]):
 
     Args:
         lower_lr: gamma_k, the step of z; it must stay below 2 / L_g, where L_g is the curvature of
-            g in y. None: 0.1.
-        upper_lr: s_k, the step of x. None: 0.1.
-        multiplier: lam_k, which must not decrease. The larger, the smaller the bias.
+            g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.methods.pace`.
+        upper_lr: s_k, the step of x. "auto": from the path of x, see
+            :mod:`bilevel.methods.adaptive`; this keeps one more copy of y and two of x.
+        multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
+            lower_lr="auto" a number is where it starts, and it is raised where f is too strong
+            for it (not with coupling="independent").
         inner_steps: T.
         penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / lam_k) must stay below 2. None: as
-            lower_lr, which keeps y and z in lockstep.
+            lower_lr, which keeps y and z in lockstep. For the forward scheme only.
         scheme: which finite difference in 1/lam the x direction is. "forward", the paper's: bias
             O(1/lam). "midpoint": f once, at the midpoint of two copies y+ and y- that are pulled
             both ways; the same cost, bias O(1/lam^2), no condition on lam, and the lower solution
@@ -121,13 +127,20 @@ class F2SA(PaperMethod[F2SAState]):
         super().__post_init__()
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
+        check_flag("single_pass", self.single_pass)
         if self.order is not None:
             check_count("order", self.order, least=2)
-            if self.scheme != "central" or self.order % 2:
+            if self.scheme != "central":
                 raise ArgumentError(
-                    f"order={self.order!r} must be even, and is for scheme='central' only, "
-                    f"not for {self.scheme!r}"
+                    f"order={self.order!r} is for scheme='central' only, not for {self.scheme!r}"
                 )
+            if self.order % 2:
+                raise ArgumentError(f"order={self.order!r} must be even")
+        if self.penalty_lr is not None and self.scheme != "forward":
+            raise ArgumentError(
+                f"penalty_lr={self.penalty_lr!r} is for scheme='forward' only: with "
+                f"scheme={self.scheme!r} f pulls at every copy, and all move with lower_lr"
+            )
 
     @cached_property
     def stencil(self) -> Stencil:
@@ -140,17 +153,27 @@ class F2SA(PaperMethod[F2SAState]):
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        super().check(problem, draw, x)
+        if self.single_pass and draw.direction_batch_size is not None:
+            raise ArgumentError(
+                f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
+                f"single_pass=True, which takes the x direction from an inner minibatch"
+            )
         self._check_convexity(problem)
+
+    def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         points = self.stencil.points(y)
         optimizers = [self.lower_optimizer] * len(self.stencil.lower) + [None]
+        x_update = self.x_update(problem, x)
         return F2SAState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             points=points,
             centre=self.stencil.solution,
-            multiplier=0.0,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_updates=[
                 Update(point, problem.y_projections(point), optimizer)
                 for point, optimizer in zip(points, optimizers, strict=False)
@@ -158,16 +181,11 @@ class F2SA(PaperMethod[F2SAState]):
         )
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
-        if self.single_pass and draw.direction_batch_size is not None:
-            raise ArgumentError(
-                f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
-                f"single_pass=True, which takes the x direction from an inner minibatch"
-            )
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
-        lam = self.rates.multiplier_at(k, before=state.multiplier)
-        gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
-        upper_lr = self.rates.upper_at(k)
+        now = state.pace.at(problem, state, draw)
+        lam, gamma, beta = now.multiplier, now.lower, now.penalty
+        gamma = state.y_updates[0].choose(gamma)
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
@@ -178,14 +196,16 @@ class F2SA(PaperMethod[F2SAState]):
         tally = Tally(problem, state, measure)
         if self.single_pass:
             self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
+            upper_lr = state.x_update.choose(now.upper)
             x.require_finite_grads(k, upper_lr)
-            info = tally.info(x.grads(), lam)
+            info = tally.info(x.grads(), gamma, upper_lr, lam)
             self._move_copies(state, lam, gamma, beta)
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
+            upper_lr = state.x_update.choose(now.upper)
             x.require_finite_grads(k, upper_lr)
-            info = tally.info(x.grads(), lam)
+            info = tally.info(x.grads(), gamma, upper_lr, lam)
         state.x_update.apply(upper_lr)
 
         state.k, state.multiplier = k + 1, lam

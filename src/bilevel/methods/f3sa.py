@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,6 @@ class F3SAState(State):
         y_estimates: of grad_y f and grad_y g at y; combined: of their sum with the multiplier.
         z_estimate: of grad_y g at z.
         x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
-        multiplier: lam of the last step taken, 0 before the first.
         midway: whether a step was begun and not finished; the estimators then start afresh.
         x_update, y_update, z_update: how each variable moves.
     """
@@ -51,7 +51,6 @@ class F3SAState(State):
     y_estimates: Gradients
     z_estimate: list[Tensor]
     x_estimates: Gradients
-    multiplier: float
     midway: bool
     x_update: Update
     y_update: Update
@@ -64,6 +63,13 @@ class F3SAState(State):
     @property
     def penalised(self) -> Variable:
         return self.y
+
+    def draw_together(self, share: float) -> None:
+        self.y.approach(self.z, share)
+        self.displaced()
+
+    def displaced(self) -> None:
+        self.midway = True
 
 
 @dataclass(frozen=True)
@@ -120,13 +126,22 @@ class F3SA(PaperMethod[F3SAState]):
         assumes="as F2SA, and smooth in y for every sample",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
     )
+    lacks = MappingProxyType(
+        {
+            "inner_steps": (
+                "its recursive momentum goes from one outer step to the next, with one inner step "
+                "of y and z in each (T = 1); to give them more time lower upper_lr, or use F2SA, "
+                "which has inner_steps and no momentum"
+            )
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("recursion", self.recursion, ("separate", "combined"))
+        _ = self.eta  # a bad momentum is refused at construction
         if isinstance(self.momentum, int | float) and self.momentum > 1:
             raise ArgumentError(f"momentum must be at most 1, not {self.momentum!r}")
-        _ = self.eta  # a bad momentum is refused at construction
 
     @cached_property
     def stencil(self) -> Stencil:
@@ -144,7 +159,7 @@ class F3SA(PaperMethod[F3SAState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
         z = y.clone("z")
-        x_update = Update(x, problem.x_projections(x), self.upper_optimizer)
+        x_update = self.x_update(problem, x)
         y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
         z_update = Update(z, problem.y_projections(z), self.lower_optimizer)
 
@@ -152,13 +167,14 @@ class F3SA(PaperMethod[F3SAState]):
         return F3SAState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
             z=z,
             before=[x.clone(), y.clone(), z.clone()],
             y_estimates=_zeros(y, terms),
             z_estimate=_zeros(z, 1)[0],
             x_estimates=_zeros(x, terms),
-            multiplier=0.0,
             midway=False,
             x_update=x_update,
             y_update=y_update,
@@ -169,12 +185,8 @@ class F3SA(PaperMethod[F3SAState]):
         k, x, y, z = state.k, state.x, state.y, state.z
         x_before, y_before, z_before = state.before
         lam_before = state.multiplier
-        lam = self.rates.multiplier_at(k, before=lam_before)
-        gamma, beta, upper_lr = (
-            self.rates.lower_at(k),
-            self.rates.penalty_at(k),
-            self.rates.upper_at(k),
-        )
+        now = state.pace.at(problem, state, draw)
+        lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
         eta = 1.0 if state.midway else self._eta_at(k)
         state.midway = True
 
@@ -213,8 +225,9 @@ class F3SA(PaperMethod[F3SAState]):
                     self._add_x_gradients(stale, phi, k, lam_before, x_before)
         _recur(state.x_estimates, fresh, stale, eta)
         x.set_grads(self._direction(state.x_estimates, lam))
+        upper_lr = state.x_update.choose(now.upper)
         x.require_finite_grads(k, upper_lr)
-        info = tally.info(x.grads(), lam)
+        info = tally.info(x.grads(), gamma, upper_lr, lam)
         x_before.assign(x)
         state.x_update.apply(upper_lr)
 

@@ -15,7 +15,7 @@ but the direction is right only where y*(x) lies in its interior.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from bilevel.checks import check_count
-from bilevel.errors import NotConvergedError, ObjectiveError
+from bilevel.errors import ObjectiveError
 from bilevel.methods.base import Info, State, Tally
 from bilevel.methods.descent import DescentMethod
-from bilevel.methods.updates import Update
+from bilevel.methods.updates import Now, Update
+from bilevel.methods.vectors import flat
 from bilevel.problem import Problem
 from bilevel.rows import dense
 from bilevel.streams import Draw, Sample
@@ -115,67 +116,6 @@ def gradient(
     return dense([torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)])
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries as one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in dense(tensors)])
-
-
-def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat vector in the shapes and dtypes of the tensors."""
-    parts = torch.split(vector, [tensor.numel() for tensor in like])
-    return [
-        part.reshape(tensor.shape).to(tensor.dtype)
-        for part, tensor in zip(parts, like, strict=True)
-    ]
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor],
-    b: Tensor,
-    *,
-    steps: int | None = None,
-    start: Tensor | None = None,
-) -> Tensor:
-    """The solution of H v = b for a positive definite H given by its products.
-
-    Args:
-        product: v -> H v.
-        b: the right hand side.
-        steps: at most so many; along a direction without positive curvature they end early, and
-            what is found by then is the answer. None: to the last digit, and such a direction
-            raises :class:`~bilevel.errors.NotConvergedError`.
-        start: where to start. None: at zero, which saves a product.
-    """
-    solution = torch.zeros_like(b) if start is None else start
-    residual = b.clone() if start is None else b - product(start)
-    direction = residual.clone()
-    squared = residual @ residual
-    eps = torch.finfo(b.dtype).eps
-    target = (10 * eps) ** 2 * (b @ b)
-    steepest = 0.0
-    # to the last digit, rounding may ask for many more than len(b)
-    for _ in range(10 * len(b) + 10_000 if steps is None else steps):
-        if squared <= target:
-            break
-        image = product(direction)
-        curvature = float(direction @ image / (direction @ direction))
-        steepest = max(steepest, abs(curvature))
-        if steps is not None and not curvature > 0:
-            break
-        if steps is None and not curvature > 10 * eps * steepest:
-            kind = "convex" if curvature < -10 * eps * steepest else "strongly convex"
-            raise NotConvergedError(
-                f"the lower level is not {kind} here: its Hessian has the curvature "
-                f"{curvature:.2e} along a direction"
-            )
-        length = squared / (direction @ image)
-        solution = solution + length * direction
-        residual = residual - length * image
-        before, squared = squared, residual @ residual
-        direction = residual + (squared / before) * direction
-    return solution
-
-
 @dataclass
 class OneCopyState(State):
     """What a method carries that follows y*(x) alone.
@@ -202,8 +142,8 @@ class ImplicitMethod(DescentMethod[S]):
     """Steps on y, then the adjoint at the new y, then a step of x.
 
     Args:
-        lower_lr: the step of y. None: 0.1.
-        upper_lr: the step of x. None: 0.1.
+        lower_lr: the step of y.
+        upper_lr: the step of x.
         inner_steps: T, how many steps y takes.
     """
 
@@ -215,23 +155,25 @@ class ImplicitMethod(DescentMethod[S]):
         check_count("inner_steps", self.inner_steps)
 
     @abstractmethod
-    def _adjoint(self, problem: Problem, state: S, draw: Draw, f_y: Tensor) -> Tensor:
+    def _adjoint(self, problem: Problem, state: S, draw: Draw, f_y: Tensor, now: Now) -> Tensor:
         """V with grad^2_yy g v = grad_y f, as well as the method knows it."""
 
     def step(self, problem: Problem, state: S, draw: Draw, *, measure: bool = True) -> Info:
         x, k = state.x, state.k
-        upper_lr = self.rates.upper_at(k)
-        descend(problem, state, draw, self.inner_steps, self.rates.lower_at(k))
+        now = state.pace.at(problem, state, draw)
+        lower_lr = state.y_update.choose(now.lower)
+        descend(problem, state, draw, self.inner_steps, lower_lr)
 
         tally = Tally(problem, state, measure)
         with buffers_kept(x, state.y):
             f_y = leave_upper_gradient(problem, state, draw, tally)
             with held(x):
-                adjoint = self._adjoint(problem, state, draw, f_y)
+                adjoint = self._adjoint(problem, state, draw, f_y, now)
             for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
                 slope.backward(-adjoint, x)
         x.require_finite_grads(k)
-        info = tally.info(x.grads())
+        upper_lr = state.x_update.choose(now.upper)
+        info = tally.info(x.grads(), lower_lr, upper_lr)
         state.x_update.apply(upper_lr)
 
         state.k = k + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -16,9 +17,9 @@ from bilevel.methods.implicit import (
     Slope,
     leave_upper_gradient,
     pull_back,
-    unflat,
 )
 from bilevel.methods.updates import Update
+from bilevel.methods.vectors import unflat
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_copied, buffers_kept, require_finite, substituted
@@ -45,8 +46,8 @@ class ITD(DescentMethod[OneCopyState]):
     inner run :class:`AID` and :class:`~bilevel.F2SA` need none of it.
 
     Args:
-        lower_lr: gamma_k, the step of y. None: 0.1.
-        upper_lr: eta_k, the step of x. None: 0.1.
+        lower_lr: gamma_k, the step of y. "auto": 1 / L_g, measured.
+        upper_lr: eta_k, the step of x. "auto": as in :class:`~bilevel.F2SA`.
         inner_steps: T.
         upper_optimizer: a factory ``params -> torch.optim.Optimizer`` for x instead of plain steps;
             replaces upper_lr.
@@ -90,11 +91,14 @@ class ITD(DescentMethod[OneCopyState]):
             )
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
+        x_update = self.x_update(problem, x)
         return OneCopyState(
             x=x,
             k=0,
+            multiplier=math.nan,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y)),
         )
 
@@ -102,7 +106,8 @@ class ITD(DescentMethod[OneCopyState]):
         self, problem: Problem, state: OneCopyState, draw: Draw, *, measure: bool = True
     ) -> Info:
         x, y, k = state.x, state.y, state.k
-        gamma, upper_lr = self.rates.lower_at(k), self.rates.upper_at(k)
+        now = state.pace.at(problem, state, draw)
+        gamma = now.lower
 
         unrolled, last_batch = self._unroll(problem, state, draw, gamma)
         with torch.no_grad():
@@ -114,7 +119,8 @@ class ITD(DescentMethod[OneCopyState]):
             tally.add(Sample(None, last_batch, 0.0, 1.0), {})
             pull_back(unrolled, unflat(f_y, unrolled), x, user=type(self).__name__)
         x.require_finite_grads(k)
-        info = tally.info(x.grads())
+        upper_lr = state.x_update.choose(now.upper)
+        info = tally.info(x.grads(), gamma, upper_lr)
         state.x_update.apply(upper_lr)
 
         state.k = k + 1

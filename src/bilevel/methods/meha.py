@@ -44,9 +44,10 @@ class MEHA(PenaltyMethod[GapState]):
     and, being one proximal step further, g(x, theta) <= g(x, y); y is the penalised copy.
 
     Args:
-        lower_lr: gamma_k, the step of theta, below 2 / (L_g + 1/gam). None: 0.1.
+        lower_lr: gamma_k, the step of theta, below 2 / (L_g + 1/gam). "auto": as in
+            :class:`~bilevel.F2SA`.
         upper_lr: eta_k, the step of x; with the step of y it must stay below 2 / L_g for the
-            curvature L_g of g in x and y together. None: 0.1.
+            curvature L_g of g in x and y together. "auto": as in :class:`~bilevel.F2SA`.
         multiplier: c_k, a float or a function of k; ``Power(c0, 1, p)`` is c0 * (k + 1)^p, for
             which the theory wants 0 <= p < 1/2. The default has c0 = 10 and p = 1/4.
         proximal: gam. For a g that is convex in y any, and the larger the smaller the bias; where
@@ -88,24 +89,28 @@ class MEHA(PenaltyMethod[GapState]):
         super().__post_init__()
         checked_number("proximal", self.proximal, above=True)
 
+    def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
+        return lower + max(upper / multiplier, 1 / self.proximal)
+
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         theta = y.clone("theta")
+        x_update = self.x_update(problem, x)
         return GapState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
             z=theta,
-            multiplier=0.0,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(theta, problem.y_projections(theta), self.lower_optimizer),
         )
 
     def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
         k, x, y, theta = state.k, state.x, state.y, state.z
-        c = self.rates.multiplier_at(k, before=state.multiplier)
-        gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
-        upper_lr = self.rates.upper_at(k)
+        now = state.pace.at(problem, state, draw)
+        c, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
 
         with held(x):
             phi = evaluate(problem, LOWER, x, [theta], draw.inner(LOWER.nodes, shared=False))
@@ -117,9 +122,10 @@ class MEHA(PenaltyMethod[GapState]):
         tally = Tally(problem, state, measure)
         gap_gradients(problem, state, c, draw.direction(FORWARD.nodes, self.shared), tally)
         self._add_pull(y, theta, -c)
+        upper_lr = state.x_update.choose(now.upper, gain=1 / c)
         x.require_finite_grads(k, upper_lr / c)
         y.require_finite_grads(k, beta / c)
-        info = tally.info(x.grads(), c)
+        info = tally.info(x.grads(), gamma, upper_lr, c)
         state.x_update.apply(upper_lr, gain=1 / c)
         state.y_update.apply(beta, gain=1 / c)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from bilevel.checks import check_count
 from bilevel.methods.base import Info, Method, Properties, State, Tally
-from bilevel.methods.updates import DEFAULT_RATE, OptimizerFactory, Update, rate_or_optimizer
+from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace
+from bilevel.methods.updates import (
+    FoundRate,
+    OptimizerFactory,
+    Rates,
+    Update,
+    rate_or_optimizer,
+)
 from bilevel.problem import Problem, Stencil, evaluate
-from bilevel.schedules import Rate, Schedule, positive_at
+from bilevel.schedules import Constant
 from bilevel.streams import Draw
 from bilevel.variables import Variable, held
 
@@ -57,7 +65,8 @@ class NoBilevel(Method[NoBilevelState]):
     reported, on the samples that would be behind an x direction; ``direction_norm`` is 0.
 
     Args:
-        lower_lr: gamma_k, the step of y, a float or a function of k; below 2 / L_g. None: 0.1.
+        lower_lr: gamma_k, the step of y, a float or a function of k; below 2 / L_g. "auto":
+            1 / L_g, measured.
         inner_steps: T.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
             replaces lower_lr.
@@ -77,7 +86,7 @@ class NoBilevel(Method[NoBilevelState]):
         Kwon, Kwon, Wright, Nowak 2023, Section 5, "Without BO".
     """
 
-    lower_lr: Rate | None = None
+    lower_lr: FoundRate = "auto"
     _: KW_ONLY
     inner_steps: int = 10
     lower_optimizer: OptimizerFactory | None = None
@@ -91,31 +100,46 @@ class NoBilevel(Method[NoBilevelState]):
     )
 
     def __post_init__(self) -> None:
-        _ = self.gamma  # a bad rate is refused at construction
+        _ = self.rates  # a bad rate is refused at construction
         check_count("inner_steps", self.inner_steps)
 
     @cached_property
-    def gamma(self) -> Schedule:
-        """The step of y as a function of k."""
-        return rate_or_optimizer(
-            "lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer, DEFAULT_RATE
+    def rates(self) -> Rates:
+        """The step of y as a function of k; that of x is not used."""
+        lower = rate_or_optimizer(
+            "lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer
         )
+        return Rates(lower, Constant(1.0))
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> NoBilevelState:
         Update(x, problem.x_projections(x))  # it starts in its set, as with every method
         y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
-        return NoBilevelState(x=x, k=0, y=y, y_update=y_update)
+        return NoBilevelState(
+            x=x, k=0, multiplier=math.nan, pace=self._pace(y), y=y, y_update=y_update
+        )
+
+    def _pace(self, y: Variable) -> Pace:
+        if self.rates.lower is not None:
+            return Pace(self.rates)
+        return MeasuredPace(
+            self.rates,
+            y,
+            stiffness=lambda lower, upper, multiplier: lower,
+            raises=False,
+            unit=-(-REFERENCE_INNER_STEPS // self.inner_steps),
+            watch=None,
+        )
 
     def step(
         self, problem: Problem, state: NoBilevelState, draw: Draw, *, measure: bool = True
     ) -> Info:
-        gamma = positive_at("lower_lr", self.gamma, state.k)
+        gamma = state.y_update.choose(state.pace.at(problem, state, draw).lower)
         for _ in range(self.inner_steps):
             train(problem, state.x, state.y, state.y_update, draw, state.k, gamma)
 
         tally = Tally(problem, state, measure)
         for samples in draw.direction(LOWER.nodes, shared=True):  # drawn, measured or not
             tally.add(samples[0], {})
-        info = tally.info(state.x.take_grads())  # it has none
+        info = tally.info(state.x.take_grads(), gamma, 0.0)  # it has no direction
         state.k += 1
         return info

@@ -48,12 +48,19 @@ class PenaltyMethod(DescentMethod[S]):
     @cached_property
     def rates(self) -> PenaltyRates:
         """The step sizes and the multiplier as functions of k."""
-        lower = self._lower_schedule()
         penalty = rate_or_optimizer(
-            "penalty_lr", self.penalty_lr, "lower_optimizer", self.lower_optimizer, default=lower
+            "penalty_lr", self.penalty_lr, "lower_optimizer", self.lower_optimizer
         )
         multiplier = as_schedule("multiplier", self.multiplier)
-        return PenaltyRates(lower, self._upper_schedule(), penalty, multiplier)
+        return PenaltyRates(self._lower_schedule(), self._upper_schedule(), penalty, multiplier)
+
+    def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
+        return lower + upper / multiplier
+
+    @property
+    def _raises_multiplier(self) -> bool:
+        # with samples of their own the copies' noise grows with the multiplier
+        return self._needs_lower and self.shared and not callable(self.multiplier)
 
 
 @dataclass(frozen=True)

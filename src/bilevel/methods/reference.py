@@ -45,18 +45,15 @@ def move(variable: Variable, rate: float, direction: Point) -> None:
 
 @dataclass(frozen=True)
 class ReferenceF2SA(F2SA):
-    """Algorithm 1, term by term; plain steps without sets."""
+    """Algorithm 1, term by term; given rates, plain steps without sets."""
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
         f, g = problem.upper, problem.lower
         x, (y, z), k = state.x, state.points, state.k
         shared = self.coupling == "shared"
-        lam = self.rates.multiplier(k)
-        gamma, alpha, xi_alpha = (
-            self.rates.lower(k),
-            self.rates.penalty(k) / lam,
-            self.rates.upper(k),
-        )
+        rates = self.rates.at(k, state.multiplier)
+        lam, gamma, xi_alpha = rates.multiplier, rates.lower, rates.upper
+        alpha = rates.penalty / lam
         for _ in range(self.inner_steps):
             at_y, at_z = draw.inner(FORWARD.nodes, shared)
             grad_gz = gradient(g, x, z, at_z.lower, of=z)
@@ -79,7 +76,7 @@ class ReferenceF2SA(F2SA):
         ]
         move(x, xi_alpha, direction)
         state.k, state.multiplier = k + 1, lam
-        return Info(k, lam)
+        return Info(k, lam, gamma, xi_alpha)
 
 
 @dataclass(frozen=True)
@@ -96,12 +93,9 @@ class ReferenceF3SA(F3SA):
         f, g = problem.upper, problem.lower
         x, y, z, k = state.x, state.y, state.z, state.k
         x_, y_, z_ = state.before  # the points of step k - 1
-        lam, eta = self.rates.multiplier(k), self._eta_at(k)
-        gamma, alpha, xi_alpha = (
-            self.rates.lower(k),
-            self.rates.penalty(k) / lam,
-            self.rates.upper(k),
-        )
+        rates, eta = self.rates.at(k, state.multiplier), self._eta_at(k)
+        lam, gamma, xi_alpha = rates.multiplier, rates.lower, rates.upper
+        alpha = rates.penalty / lam
 
         def recursion(h: Point, now: Point, then: Point) -> Point:
             return [n + (1 - eta) * (a - t) for a, n, t in zip(h, now, then, strict=True)]
@@ -135,4 +129,4 @@ class ReferenceF3SA(F3SA):
         )
         state.y_estimates, state.z_estimate, state.x_estimates = [hfy, hgy], hz, [hfx, hgxy, hgxz]
         state.k, state.multiplier = k + 1, lam
-        return Info(k, lam)
+        return Info(k, lam, gamma, xi_alpha)

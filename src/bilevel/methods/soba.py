@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,13 +15,12 @@ from bilevel.methods.base import Info, Properties, Tally
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.implicit import (
     OneCopyState,
-    flat,
     leave_upper_gradient,
     lower_slopes,
     require_finite_adjoint,
-    unflat,
 )
 from bilevel.methods.updates import Update
+from bilevel.methods.vectors import flat, unflat
 from bilevel.problem import Problem
 from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw
@@ -59,10 +60,10 @@ class SOBA(DescentMethod[SOBAState]):
     products with second derivatives; :class:`~bilevel.F2SA` does not.
 
     Args:
-        lower_lr: gamma_k, the step of y. None: 0.1.
-        upper_lr: eta_k, the step of x. None: 0.1.
-        adjoint_lr: rho_k, the step of v, a float or a function of k. None: as lower_lr (0.1 where
-            lower_optimizer takes its place).
+        lower_lr: gamma_k, the step of y. "auto": 1 / L_g, measured.
+        upper_lr: eta_k, the step of x. "auto": as in :class:`~bilevel.F2SA`.
+        adjoint_lr: rho_k, the step of v, a float or a function of k. None: as lower_lr ("auto"
+            where lower_optimizer takes its place).
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
             replaces lower_lr. v takes plain steps always.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -99,18 +100,23 @@ class SOBA(DescentMethod[SOBAState]):
         _ = self.rho  # a bad rate is refused at construction
 
     @cached_property
-    def rho(self) -> Schedule:
-        """The step of the adjoint as a function of k."""
-        if self.adjoint_lr is None:
-            return self.rates.lower
-        return as_schedule("adjoint_lr", self.adjoint_lr)
+    def rho(self) -> Schedule | None:
+        """The step of the adjoint as a function of k; None: as lower_lr."""
+        return None if self.adjoint_lr is None else as_schedule("adjoint_lr", self.adjoint_lr)
+
+    @property
+    def _needs_lower(self) -> bool:
+        return super()._needs_lower or (self.lower_optimizer is not None and self.rho is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
+        x_update = self.x_update(problem, x)
         return SOBAState(
             x=x,
             k=0,
+            multiplier=math.nan,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
             average=[],
@@ -118,8 +124,9 @@ class SOBA(DescentMethod[SOBAState]):
 
     def step(self, problem: Problem, state: SOBAState, draw: Draw, *, measure: bool = True) -> Info:
         x, y, k = state.x, state.y, state.k
-        gamma, upper_lr = self.rates.lower_at(k), self.rates.upper_at(k)
-        rho = positive_at("adjoint_lr", self.rho, k)
+        now = state.pace.at(problem, state, draw)
+        gamma = state.y_update.choose(now.lower)
+        rho = now.lower if self.rho is None else positive_at("adjoint_lr", self.rho, k)
 
         tally = Tally(problem, state, measure)
         with buffers_kept(x, y):
@@ -136,7 +143,8 @@ class SOBA(DescentMethod[SOBAState]):
         y.require_finite_grads(k)
 
         self._smooth(state)
-        info = tally.info(x.grads())
+        upper_lr = state.x_update.choose(now.upper)
+        info = tally.info(x.grads(), gamma, upper_lr)
         state.adjoint.copy_(adjoint)
         state.y_update.apply(gamma)
         state.x_update.apply(upper_lr)
@@ -189,6 +197,9 @@ class MASOBA(SOBA):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Chen, Xiao, Balasubramanian 2024",
+    )
+    lacks = MappingProxyType(
+        {"momentum": "averaging, the weight of the newest x direction, is 1 - momentum"}
     )
 
     def __post_init__(self) -> None:

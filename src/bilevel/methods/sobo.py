@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from bilevel.checks import check_count
 from bilevel.methods.base import Properties
 from bilevel.methods.implicit import ImplicitMethod, OneCopyState, require_finite_adjoint
-from bilevel.methods.updates import Update
+from bilevel.methods.updates import Now, Update
 from bilevel.problem import Problem
 from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw
@@ -37,12 +38,12 @@ class SOBO(ImplicitMethod[OneCopyState]):
     same products.
 
     Args:
-        lower_lr: gamma_k, the step of y. None: 0.1.
-        upper_lr: eta_k, the step of x. None: 0.1.
+        lower_lr: gamma_k, the step of y. "auto": 1 / L_g, measured.
+        upper_lr: eta_k, the step of x. "auto": as in :class:`~bilevel.F2SA`.
         inner_steps: T.
         neumann_steps: Q, the degree of the series, and the Hessian-vector products of a step.
-        neumann_lr: eta, a float or a function of k. None: as lower_lr (0.1 where lower_optimizer
-            takes its place).
+        neumann_lr: eta, a float or a function of k. None: as lower_lr ("auto" where
+            lower_optimizer takes its place).
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
             replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -82,23 +83,30 @@ class SOBO(ImplicitMethod[OneCopyState]):
         _ = self.eta  # a bad rate is refused at construction
 
     @cached_property
-    def eta(self) -> Schedule:
-        """The step of the series as a function of k."""
-        if self.neumann_lr is None:
-            return self.rates.lower
-        return as_schedule("neumann_lr", self.neumann_lr)
+    def eta(self) -> Schedule | None:
+        """The step of the series as a function of k; None: as lower_lr."""
+        return None if self.neumann_lr is None else as_schedule("neumann_lr", self.neumann_lr)
+
+    @property
+    def _needs_lower(self) -> bool:
+        return super()._needs_lower or (self.lower_optimizer is not None and self.eta is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
+        x_update = self.x_update(problem, x)
         return OneCopyState(
             x=x,
             k=0,
+            multiplier=math.nan,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
         )
 
-    def _adjoint(self, problem: Problem, state: OneCopyState, draw: Draw, f_y: Tensor) -> Tensor:
-        eta = positive_at("neumann_lr", self.eta, state.k)
+    def _adjoint(
+        self, problem: Problem, state: OneCopyState, draw: Draw, f_y: Tensor, now: Now
+    ) -> Tensor:
+        eta = now.lower if self.eta is None else positive_at("neumann_lr", self.eta, state.k)
         term = total = f_y
         for _ in range(self.neumann_steps):
             slope = self._slope(problem, state, draw)

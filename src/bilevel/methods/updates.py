@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +21,25 @@ from bilevel.variables import Variable
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """``params -> torch.optim.Optimizer``, such as ``lambda p: torch.optim.Adam(p, lr=1e-3)``."""
 
-DEFAULT_RATE = Constant(0.1)
-"""The step size where none is given: a plain number, right only for well-scaled objectives."""
+FoundRate: TypeAlias = Rate | Literal["auto"]
+"""A rate, or that it is to be found on the way."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """The step sizes of one outer step.
+
+    Attributes:
+        lower: gamma_k, the step of the copy that solves the lower level; NaN: not known yet.
+        penalty: beta_k, the step of a penalised copy; NaN: as lower.
+        upper: the step of x; NaN where its update finds it.
+        multiplier: lam_k; NaN where the method has none.
+    """
+
+    lower: float
+    penalty: float
+    upper: float
+    multiplier: float
 
 
 @dataclass(frozen=True)
@@ -29,20 +47,17 @@ class Rates:
     """The two step sizes as functions of k, and their checked values at one k.
 
     Attributes:
-        lower: gamma_k, the step of the copy that solves the lower level.
-        upper: the step of x.
+        lower: gamma_k, the step of the copy that solves the lower level; None: to be found.
+        upper: the step of x; None: to be found.
     """
 
-    lower: Schedule
-    upper: Schedule
+    lower: Schedule | None
+    upper: Schedule | None
 
-    def lower_at(self, k: int) -> float:
-        """gamma_k."""
-        return positive_at("lower_lr", self.lower, k)
-
-    def upper_at(self, k: int) -> float:
-        """The step of x at k."""
-        return positive_at("upper_lr", self.upper, k)
+    def at(self, k: int, before: float) -> Now:
+        """All of them at k; ``before`` is the multiplier of the step before."""
+        lower = _at("lower_lr", self.lower, k)
+        return Now(lower, lower, _at("upper_lr", self.upper, k), math.nan)
 
 
 @dataclass(frozen=True)
@@ -50,18 +65,20 @@ class PenaltyRates(Rates):
     """With those of a penalised copy.
 
     Attributes:
-        penalty: beta_k, the step of the penalised copies.
+        penalty: beta_k, the step of the penalised copies; None: as lower.
         multiplier: lam_k.
     """
 
-    penalty: Schedule
+    penalty: Schedule | None
     multiplier: Schedule
 
-    def penalty_at(self, k: int) -> float:
-        """beta_k."""
-        return positive_at("penalty_lr", self.penalty, k)
+    def at(self, k: int, before: float) -> Now:
+        lower = _at("lower_lr", self.lower, k)
+        penalty = lower if self.penalty is None else _at("penalty_lr", self.penalty, k)
+        upper = _at("upper_lr", self.upper, k)
+        return Now(lower, penalty, upper, self._multiplier_at(k, before))
 
-    def multiplier_at(self, k: int, before: float) -> float:
+    def _multiplier_at(self, k: int, before: float) -> float:
         """lam_k; a warning when it is below lam_{k-1} (``before``)."""
         multiplier = positive_at("multiplier", self.multiplier, k)
         falling = k >= 2 and self.multiplier(k - 1) < self.multiplier(k - 2)
@@ -75,21 +92,27 @@ class PenaltyRates(Rates):
         return multiplier
 
 
+def _at(name: str, schedule: Schedule | None, k: int) -> float:
+    return math.nan if schedule is None else positive_at(name, schedule, k)
+
+
 def rate_or_optimizer(
     name: str,
-    rate: Rate | None,
+    rate: FoundRate | None,
     optimizer_name: str,
     optimizer: OptimizerFactory | None,
-    default: Schedule,
-) -> Schedule:
-    """The schedule of one rate; a rate beside an optimizer that would ignore it is refused."""
+) -> Schedule | None:
+    """The schedule of one rate, None where it is to be found or follows another.
+
+    A rate beside an optimizer that would ignore it is refused; with an optimizer the rate is 1.
+    """
     if optimizer is not None and not callable(optimizer):
         raise ArgumentTypeError(
             f"{optimizer_name} must be a function of the parameters that returns a "
             f"torch.optim.Optimizer, not {optimizer!r}"
         )
-    if rate is None:
-        return default
+    if rate is None or (isinstance(rate, str) and rate == "auto"):
+        return None if optimizer is None else Constant(1.0)
     if optimizer is not None:
         raise ArgumentError(
             f"{name}={rate!r} would be ignored, because {optimizer_name} brings its own "
@@ -115,6 +138,15 @@ class Update:
         ]
         self._optimizer = None if factory is None else _built(factory, variable)
         self.project()
+
+    def choose(self, rate: float, gain: float = 1.0) -> float:
+        """The step that :meth:`apply` is to take along ``gain`` times the gradients on the leaves.
+
+        It is ``rate``, or with an optimizer what the first group of this has.
+        """
+        if self._optimizer is None:
+            return rate
+        return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
     @torch.no_grad()
     def apply(self, rate: float, gain: float = 1.0) -> None:

@@ -24,13 +24,11 @@ class GapState(State):
     Attributes:
         y: the copy that follows f as well as g.
         z: the copy that follows g alone.
-        multiplier: of the last step taken, 0 before the first.
         x_update, y_update, z_update: how each variable moves.
     """
 
     y: Variable
     z: Variable
-    multiplier: float
     x_update: Update
     y_update: Update
     z_update: Update
@@ -42,6 +40,9 @@ class GapState(State):
     @property
     def penalised(self) -> Variable:
         return self.y
+
+    def draw_together(self, share: float) -> None:
+        self.y.approach(self.z, share)
 
 
 def gap_gradients(
@@ -82,10 +83,10 @@ class VPBGD(PenaltyMethod[GapState]):
     is z. Where minimisers are many, z is the best of them for f only with ``start="y"``.
 
     Args:
-        lower_lr: gamma_k, the step of z, below 2 / L_g. None: 0.1.
+        lower_lr: gamma_k, the step of z, below 2 / L_g. "auto": as in :class:`~bilevel.F2SA`.
         upper_lr: eta_k, the step of x; with the step of y it must stay below 2 / L_g for the
             curvature L_g of g in x and y together. x moves by eta_k * s times the direction that is
-            reported. None: 0.1.
+            reported. "auto": as in :class:`~bilevel.F2SA`.
         multiplier: gam_k, a float or a function of k, such as ``bilevel.schedules.Ramp``, with
             which x comes near the solution while gam is small and its steps are long.
         inner_steps: T.
@@ -137,22 +138,23 @@ class VPBGD(PenaltyMethod[GapState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         z = y.clone("z")
+        x_update = self.x_update(problem, x)
         return GapState(
             x=x,
             k=0,
+            multiplier=0.0,
+            pace=self.pace(problem, x, y, x_update),
             y=y,
             z=z,
-            multiplier=0.0,
-            x_update=Update(x, problem.x_projections(x), self.upper_optimizer),
+            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(z, problem.y_projections(z), self.lower_optimizer),
         )
 
     def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
         k, x, y, z = state.k, state.x, state.y, state.z
-        lam = self.rates.multiplier_at(k, before=state.multiplier)
-        gamma, beta = self.rates.lower_at(k), self.rates.penalty_at(k)
-        upper_lr = self.rates.upper_at(k)
+        now = state.pace.at(problem, state, draw)
+        lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
 
         if self.start == "y":
             z.assign(y)
@@ -162,9 +164,10 @@ class VPBGD(PenaltyMethod[GapState]):
         tally = Tally(problem, state, measure)
         gap_gradients(problem, state, lam, draw.direction(FORWARD.nodes, self.shared), tally)
         scale = min(1.0, 1 / lam)
+        upper_lr = state.x_update.choose(now.upper, gain=scale)
         x.require_finite_grads(k, upper_lr * scale)
         y.require_finite_grads(k, beta * scale)
-        info = tally.info(x.grads(), lam)
+        info = tally.info(x.grads(), gamma, upper_lr, lam)
         state.x_update.apply(upper_lr, gain=scale)
         state.y_update.apply(beta, gain=scale)
 

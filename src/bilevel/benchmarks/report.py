@@ -1,0 +1,116 @@
+"""What all benchmarks share: progress, a table, the machine's name."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from rich.table import Table
+
+T = TypeVar("T")
+Row = TypeVar("Row")
+
+
+class Track(Protocol):
+    """Gives the things one by one and shows how many are left; ``iter`` shows nothing."""
+
+    def __call__(self, things: Sequence[T], /) -> Iterable[T]: ...
+
+
+class Benchmark(Protocol):
+    """The two functions of a benchmark's module."""
+
+    @property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """Measure; takes ``track`` and the benchmark's own options by name."""
+
+    @property
+    def table(self) -> Callable[[Sequence[Any]], Table]:
+        """The rows to read."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where figures were taken.
+
+    Attributes:
+        platform: the system and the architecture.
+        cores: of the processor, as the system counts them.
+        threads: that torch used.
+        gpu: the first one's name, if torch sees one.
+        python, torch: the versions.
+    """
+
+    platform: str
+    cores: int
+    threads: int
+    gpu: str | None
+    python: str
+    torch: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, with torch's threads as they are now."""
+        return cls(
+            platform=f"{platform.system()} {platform.machine()}",
+            cores=os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            python=platform.python_version(),
+            torch=torch.__version__,
+        )
+
+    def __str__(self) -> str:
+        gpu = "no GPU" if self.gpu is None else self.gpu
+        return (
+            f"{self.platform}, {self.cores} cores, {self.threads} used, {gpu}, "
+            f"Python {self.python}, torch {self.torch}"
+        )
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use that many threads within; None: as many as it does anyway."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def figures(machine: Machine, options: Mapping[str, Any], rows: Sequence[Any]) -> dict[str, Any]:
+    """What goes to the file: where, how, and what was measured."""
+    return {
+        "machine": asdict(machine),
+        "options": dict(options),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def table(
+    title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str | float]]
+) -> Table:
+    """One line per row; ``columns`` gives to each heading what is read off a row.
+
+    Numbers go to the right, those that are not whole with three digits; text goes to the left.
+    """
+    shown = Table(title=title)
+    cells = {heading: [read(row) for row in rows] for heading, read in columns.items()}
+    for heading, column in cells.items():
+        text = all(isinstance(cell, str) for cell in column)
+        shown.add_column(heading, justify="left" if text else "right")
+    for line in zip(*cells.values(), strict=True):
+        shown.add_row(*map(_shown, line))
+    return shown
+
+
+def _shown(cell: str | float) -> str:
+    if isinstance(cell, str):
+        return cell
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.3g}"
