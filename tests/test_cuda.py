@@ -74,3 +74,66 @@ def test_x_and_y_on_different_devices_are_refused() -> None:
     problem = Quadratic()
     with pytest.raises(bilevel.errors.ArgumentError, match="x0 is on cuda:0 and y0 on cpu"):
         bilevel.Solver(problem, "f2sa", problem.x0.cuda(), problem.y0)
+
+
+def _table_solver(device: str, seed: int = 0, **options: Any) -> bilevel.Solver:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(300, 4, generator=generator)
+    rows = torch.randint(7, (300,), generator=generator)  # each is looked up many times in a batch
+
+    def lower(x: Any, y: Any, batch: Any) -> torch.Tensor:
+        features, index = batch
+        return (torch.sigmoid(x[index]) * (features @ y - 1) ** 2).mean() + (y**2).sum()
+
+    def upper(x: Any, y: Any, batch: Any) -> torch.Tensor:
+        features, index = batch
+        return ((features @ y + 1) ** 2).mean() + 0.01 * (x[index] ** 2).mean()
+
+    return bilevel.Solver(
+        bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(-1, 1)),
+        options.pop("method", bilevel.F2SA(0.1, 5.0)),
+        bilevel.Table(torch.zeros(7)),
+        torch.zeros(4),
+        upper_data=(features, rows),
+        lower_data=(features, rows),
+        device=device,
+        seed=seed,
+        **options,
+    )
+
+
+def test_a_table_has_the_iterates_of_the_cpu() -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        solver = _table_solver(device)
+        for _ in range(20):
+            solver.step()
+        assert solver.x.device.type == device
+        ends.append(solver.x.values.cpu())
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction_batch_size", [None, "all"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        bilevel.F2SA(0.1, 5.0),
+        bilevel.F2SA(0.1, upper_optimizer=lambda p: torch.optim.SparseAdam(p, lr=0.01)),
+        bilevel.SOBA(0.1, 5.0),
+    ],
+    ids=["plain", "sparse adam", "soba"],
+)
+def test_a_table_has_the_same_bits_with_the_same_seed(
+    method: Any, direction_batch_size: Any
+) -> None:
+    ends = []
+    for _ in range(3):
+        solver = _table_solver(
+            "cuda", method=method, batch_size=200, direction_batch_size=direction_batch_size
+        )
+        for _ in range(30):
+            solver.step()
+        ends.append(solver.x.values)
+    assert bool(ends[0].any())
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])

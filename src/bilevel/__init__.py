@@ -28,6 +28,7 @@ from bilevel.methods import (
 from bilevel.minimize import Outcome, Result, minimize
 from bilevel.problem import Problem
 from bilevel.solver import Solver
+from bilevel.table import Table
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "Problem",
     "Result",
     "Solver",
+    "Table",
     "check_hypergradient",
     "diagnostics",
     "errors",

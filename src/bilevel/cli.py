@@ -155,6 +155,23 @@ def bench_auto(
     _bench(auto, json_file, threads=1, seed=seed, mnist=mnist, data_dir=data_dir)
 
 
+@bench_app.command("table")
+def bench_table(
+    largest: Annotated[
+        int, typer.Option(min=10_000, help="Number of samples; 10^8 take 1 GB of memory.")
+    ] = 10**8,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 31,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time and memory of a step with a weight per sample, from 10^4 samples up."""
+    from bilevel.benchmarks import table
+
+    options: dict[str, Any] = {"largest": largest, "repeats": repeats, "device": device}
+    _bench(table, json_file, threads=1, seed=seed, **options)
+
+
 def _bench(
     benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
 ) -> None:

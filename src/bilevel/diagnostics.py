@@ -22,6 +22,7 @@ from bilevel.methods.vectors import conjugate_gradients, flat, unflat
 from bilevel.problem import Problem, Stencil, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
+from bilevel.rows import dense
 from bilevel.streams import Sample
 from bilevel.variables import Variable, held
 
@@ -48,7 +49,8 @@ def hypergradient(
         solve: find y*(x) from ``y`` first, by Newton's method; False: take ``y`` as it is.
 
     Returns:
-        The gradient in the structure of x (a module becomes a dict of its parameters' names).
+        The gradient in the structure of x (a module becomes a dict of its parameters' names, a
+        table a tensor).
 
     Example:
         >>> import torch, bilevel
@@ -140,7 +142,7 @@ def check_hypergradient(
         with held(*points):
             phi = evaluate(problem, stencil, at_x, points, [sample] * len(points))
             phi.backward(lam, step=0)
-    direction = at_x.take_grads()
+    direction = dense(at_x.take_grads())
     truth, found = flat(exact), flat(direction)
     return HypergradientCheck(
         exact=at_x.structured(exact),

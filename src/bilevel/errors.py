@@ -24,6 +24,26 @@ class ArgumentTypeError(BilevelError, TypeError):
     """An argument is of a kind that cannot work; the message names both."""
 
 
+class RowError(ArgumentError, IndexError):
+    """A row was looked up that a :class:`~bilevel.Table` does not have.
+
+    Attributes:
+        row: its number.
+        rows: how many rows there are.
+    """
+
+    def __init__(self, row: int, rows: int) -> None:
+        self.row = row
+        self.rows = rows
+        super().__init__(
+            f"row {row} was looked up in a Table of {rows} rows, which are numbered from 0 to "
+            f"{rows - 1}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.row, self.rows)
+
+
 class ObjectiveError(BilevelError, ValueError):
     """``upper`` or ``lower`` returned something that is not a scalar function of the variables."""
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, NonFiniteError, ObjectiveError
 from bilevel.randomness import Rewind
+from bilevel.rows import added
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
@@ -48,8 +49,9 @@ class Problem:
         y_set: the same for y. It may not depend on x.
 
     x and y reach the objectives in the structure in which the user gave the starting point: a
-    tensor, nested dicts, lists and tuples of tensors, or an ``nn.Module``. An objective that is a
-    mean over its batch has gradients that are right for any batch size.
+    tensor, nested dicts, lists and tuples of tensors, an ``nn.Module``, or a :class:`bilevel.Table`
+    of parameters per sample. An objective that is a mean over its batch has gradients that are
+    right for any batch size.
 
     Example:
         >>> import torch, bilevel
@@ -189,7 +191,7 @@ class Stencil:
             return
         gradient = points[-1].take_grads()
         for copy, share in zip(points, self.centre, strict=False):
-            torch._foreach_add_(copy.grads(), gradient, alpha=share)
+            copy.set_grads(added(copy.grads(), gradient, alpha=share))
 
 
 FORWARD = Stencil(upper=(1.0, 0.0), lower=(1.0, -1.0), centre=(0.0, 1.0))

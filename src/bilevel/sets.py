@@ -5,6 +5,10 @@ that projects, or, for a variable that is a tree, a tree of them in the same sha
 a part free). One callable for a whole tree is applied to each of its tensors. Every update of the
 variable is followed by the projection, so that iterates never leave the set.
 
+Of a :class:`~bilevel.Table` only the rows that moved are projected, so its set must be a condition
+on each row alone: a :class:`Box`, a :class:`Simplex` over rows of several entries, or any other
+within :class:`Rows`.
+
 Example:
     >>> Box(0, 1)(torch.tensor([-0.5, 0.5, 2.0]))
     tensor([0.0000, 0.5000, 1.0000])
@@ -15,15 +19,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.table import Table
 from bilevel.variables import Variable
 
 Projection: TypeAlias = Callable[[Tensor], Tensor]
+
+RowNumbers: TypeAlias = Tensor | slice
+"""Some rows of a table."""
+
+
+@runtime_checkable
+class RowWise(Protocol):
+    """A set that may be a condition on each row of a table alone."""
+
+    def of_rows(self, rows: RowNumbers, shape: torch.Size) -> Projection | None:
+        """What projects these rows of a table of that shape; None: its rows are tied together."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,15 @@ class Box:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return torch.clamp(tensor, self.low, self.high)  # type: ignore[arg-type]
+
+    def of_rows(self, rows: RowNumbers, shape: torch.Size) -> Projection:
+        low, high = (
+            bound[rows]
+            if isinstance(bound, Tensor) and bound.ndim == len(shape) and len(bound) == shape[0]
+            else bound
+            for bound in (self.low, self.high)
+        )
+        return partial(torch.clamp, min=low, max=high)
 
 
 @dataclass(frozen=True)
@@ -86,17 +112,62 @@ class Simplex:
         threshold = excess.gather(-1, support - 1) / support.to(tensor.dtype)
         return (tensor - threshold).clamp_min(0)
 
+    def of_rows(self, rows: RowNumbers, shape: torch.Size) -> Projection | None:
+        return self if len(shape) > 1 else None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every row (every ``v[i]``) in the same set, for which ``project`` projects one row.
+
+    Example:
+        >>> Rows(Ball(1.0))(torch.tensor([[3.0, 4.0], [0.0, 0.5]]))
+        tensor([[0.6000, 0.8000], [0.0000, 0.5000]])
+    """
+
+    project: Projection
+
+    def __post_init__(self) -> None:
+        if isinstance(self.project, type) or not callable(self.project):
+            raise ArgumentTypeError(
+                f"Rows needs a set or another callable that projects a row, not {self.project!r}"
+            )
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        projected: Tensor = torch.vmap(self.project)(tensor)
+        return projected
+
+    def of_rows(self, rows: RowNumbers, shape: torch.Size) -> Projection:
+        return self
+
 
 def projections(variable: Variable, argument: str, wanted: Any) -> list[Projection | None]:
     """For each leaf of ``variable`` the projection that ``wanted`` (an x_set or y_set) gives it."""
     found: dict[int, Projection] = {}
     _collect(variable.value, wanted, argument, found)
-    return [found.get(id(leaf)) for leaf in variable.leaves]
+    wished = [found.get(id(leaf)) for leaf in variable.leaves]
+    for project, path, leaf, by_rows in zip(
+        wished, variable.names, variable.leaves, variable.by_rows, strict=True
+    ):
+        if by_rows and project is not None and not _row_wise(project, leaf.shape):
+            raise ArgumentTypeError(
+                f"{argument} is {project!r} for {path}, of which only the rows that moved are "
+                f"projected, so that it must be a condition on each row alone, and be known as "
+                f"such: use a Box, a Simplex over rows of several entries, or sets.Rows(...), "
+                f"which projects every row on its own"
+            )
+    return wished
+
+
+def _row_wise(project: Projection, shape: torch.Size) -> bool:
+    return isinstance(project, RowWise) and project.of_rows(slice(0, 1), shape) is not None
 
 
 def _collect(node: Any, wanted: Any, path: str, found: dict[int, Projection]) -> None:
     if wanted is None or node is None:
         return
+    if isinstance(node, Table):
+        node = node.values
     if isinstance(node, nn.Module) and (callable(wanted) or isinstance(wanted, dict)):
         node = {name: p for name, p in node.named_parameters() if p.requires_grad}
     if isinstance(wanted, type):

@@ -127,7 +127,7 @@ class Solver:
         self.draw = Draw(
             upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
         )
-        self.method.check(problem, self.draw)
+        self.method.check(problem, self.draw, x)
         with self._randomness:
             problem.check(x, y, upper.peek(), lower.peek())
             self.state: State = self.method.init(problem, x, y)

@@ -380,6 +380,12 @@ class Draw:
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
 
+    @property
+    def sweeps(self) -> bool:
+        """Whether all samples are behind every x direction."""
+        full = self.upper.deterministic and self.lower.deterministic
+        return full or self.direction_batch_size == "all"
+
     def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
         """For each point its sample for one inner step."""
         if shared:

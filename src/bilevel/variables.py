@@ -1,4 +1,4 @@
-"""Tensors, trees of tensors and modules, seen as one list of leaves.
+"""Tensors, trees of tensors, modules and tables, seen as one list of leaves.
 
 A :class:`Variable` is one point of a problem's x or y: the value exactly as the objectives receive
 it, and beside it the flat list of tensors that an algorithm moves. Algorithms see only the leaves;
@@ -9,6 +9,10 @@ require a gradient are not copied but shared, because nothing ever writes to the
 forward pass changes (the running statistics of BatchNorm, say) move with the inner steps of their
 own copy and only with those: evaluations for the x direction or for the history put them back
 (:func:`buffers_kept`).
+
+Tables. The gradient of a :class:`~bilevel.Table`, as that of an ``nn.Embedding(sparse=True)``, is
+sparse: it holds the rows that were looked up. Nothing here that happens in every step touches the
+others (:mod:`bilevel.rows`).
 """
 
 from __future__ import annotations
@@ -17,12 +21,15 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.rows import entries, joined, untouched
+from bilevel.table import Table
 
 
 class Variable:
@@ -33,6 +40,7 @@ class Variable:
         value: the structure that the objectives receive.
         leaves: the tensors that an algorithm moves, each once, in the order of the structure.
         names: for each leaf, how it is reached, such as ``"y['head'].weight"``.
+        by_rows: for each leaf whether its gradient is that of the rows which were looked up.
 
     Example:
         >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
@@ -52,13 +60,16 @@ class Variable:
             if isinstance(node, nn.Module):
                 self._modules.append(node)
                 for leaf_name, leaf in node.named_parameters():
-                    if leaf.requires_grad:
+                    if leaf.requires_grad or isinstance(node, Table):
                         named.setdefault(id(leaf), (f"{path}.{leaf_name}", leaf))
             else:
                 named.setdefault(id(node), (path, node))
         self.names = [path for path, _ in named.values()]
         self._gradient_names = [f"the gradient of {path}" for path in self.names]
         self.leaves = [leaf for _, leaf in named.values()]
+        looked_up = {id(leaf) for module in self._modules for leaf in _looked_up(module)}
+        self.by_rows = [id(leaf) in looked_up for leaf in self.leaves]
+        self._parts: list[list[Tensor]] = [[] for _ in self.leaves]
         self._check()
 
     def _check(self) -> None:
@@ -82,18 +93,24 @@ class Variable:
             )
 
     @classmethod
-    def copy_of(
-        cls,
-        value: Any,
-        name: str,
-        device: torch.device | None = None,
-        share_frozen: bool = True,
-    ) -> Variable:
+    def copy_of(cls, value: Any, name: str, device: torch.device | None = None) -> Variable:
         """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched.
 
         A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
-        Without ``share_frozen``, parameters that require no gradient are copied too.
         """
+        copied = cls._copied(value, name, device, share_frozen=True)
+        for leaf, by_rows, parts in zip(copied.leaves, copied.by_rows, copied._parts, strict=True):
+            if by_rows:
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(_set_aside, parts)
+                )
+        return copied
+
+    @classmethod
+    def _copied(
+        cls, value: Any, name: str, device: torch.device | None, *, share_frozen: bool
+    ) -> Variable:
+        """A copy; without ``share_frozen``, of the parameters that require no gradient too."""
         # a bad structure is named by the user's own paths before anything is copied
         moved = {id(leaf) for leaf in cls(value, name).leaves}
         share = share_frozen and device is None
@@ -134,11 +151,19 @@ class Variable:
             leaf.requires_grad_(flag)
 
     def grads(self) -> list[Tensor]:
-        """The gradients that backward passes left on the leaves; zeros where there is none."""
+        """The gradients that backward passes left on the leaves; zeros where there is none.
+
+        Those of rows are sparse, with each row once, unless something dense was added to them.
+        """
         grads = []
-        for leaf in self.leaves:
-            if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
+        for leaf, by_rows, parts in zip(self.leaves, self.by_rows, self._parts, strict=True):
+            if parts:
+                leaf.grad = joined(parts if leaf.grad is None else [*parts, leaf.grad])
+                parts.clear()
+            elif leaf.grad is None:
+                leaf.grad = untouched(leaf) if by_rows else torch.zeros_like(leaf)
+            elif leaf.grad.is_sparse:
+                leaf.grad = leaf.grad.coalesce()
             grads.append(leaf.grad)
         return grads
 
@@ -150,11 +175,13 @@ class Variable:
 
     def clear_grads(self) -> None:
         """Forget all gradients."""
-        for leaf in self.leaves:
+        for leaf, parts in zip(self.leaves, self._parts, strict=True):
             leaf.grad = None
+            parts.clear()
 
     def set_grads(self, grads: Sequence[Tensor]) -> None:
         """Put ``grads`` on the leaves, as a backward pass would have."""
+        self.clear_grads()
         for leaf, grad in zip(self.leaves, grads, strict=True):
             leaf.grad = grad
 
@@ -163,8 +190,11 @@ class Variable:
 
         A step of length ``rate`` along them must not overflow either.
         """
-        grads = self.grads()
-        peak = torch.stack(torch._foreach_norm(grads, ord=math.inf)).max().item()
+        grads = entries(self.grads())
+        some = [grad for grad in grads if grad.numel()]
+        if not some:
+            return
+        peak = torch.stack(torch._foreach_norm(some, ord=math.inf)).max().item()
         if abs(rate) * peak <= torch.finfo(grads[0].dtype).max / 4:  # false for NaN
             return
         require_finite(step, self._gradient_names, grads)
@@ -185,11 +215,13 @@ class Variable:
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """``tensors``, one per leaf, in the structure of the value.
 
-        A module becomes a dictionary from parameter names to tensors.
+        A module becomes a dictionary from parameter names to tensors, and a table a tensor.
         """
         by_leaf = dict(zip(map(id, self.leaves), tensors, strict=True))
 
         def replaced(node: Tensor | nn.Module) -> Any:
+            if isinstance(node, Table):
+                return by_leaf[id(node.values)]
             if isinstance(node, nn.Module):
                 return {n: by_leaf[id(p)] for n, p in node.named_parameters() if id(p) in by_leaf}
             return by_leaf[id(node)]
@@ -198,9 +230,9 @@ class Variable:
 
     def detached(self) -> Any:
         """A copy of the value for the user to keep; its tensors do not require gradients."""
-        kept = Variable.copy_of(self.value, self.name, share_frozen=False)
+        kept = Variable._copied(self.value, self.name, None, share_frozen=False)
         for _, node in _walk(kept.value, self.name):
-            if isinstance(node, Tensor):
+            if isinstance(node, Tensor | Table):
                 node.requires_grad_(False)
         return kept.value
 
@@ -331,8 +363,24 @@ def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
 
 def norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all entries together, as a 0-dimensional tensor."""
-    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(entries(tensors))))
     return total
+
+
+def _looked_up(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters of a module whose gradients are sparse."""
+    for part in module.modules():
+        if isinstance(part, Table):
+            yield part.values
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            yield part.weight
+
+
+def _set_aside(parts: list[Tensor], leaf: Tensor) -> None:
+    """Take a sparse gradient off its leaf: to add the next to it would copy it every time."""
+    if leaf.grad is not None and leaf.grad.is_sparse:
+        parts.append(leaf.grad)
+        leaf.grad = None
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Tensor | nn.Module]]:

@@ -27,6 +27,7 @@ import torch
 
 from bilevel.methods.base import saved
 from bilevel.methods.updates import Update
+from bilevel.rows import dense
 from bilevel.sets import Projection
 from bilevel.variables import Variable
 
@@ -81,7 +82,7 @@ class AdaptiveUpdate(Update):
         n = self._numbers
         if n["rest"] > 0:
             return 0.0
-        grads = self._variable.grads()
+        grads = dense(self._variable.grads())
         moved = torch._foreach_sub(self._variable.leaves, self._before)
         norms = torch.stack(torch._foreach_norm([*grads, *moved, *self._variable.leaves])).double()
         count = len(grads)

@@ -222,8 +222,8 @@ class Method(ABC, Generic[S]):
         refuse_foreign(cls, given)
         return super().__new__(cls)
 
-    def check(self, problem: Problem, draw: Draw) -> None:
-        """Refuse, with the reason, what the method cannot do with this problem or these data."""
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        """Refuse, with the reason, what the method cannot do with this problem, data or x."""
 
     @abstractmethod
     def init(self, problem: Problem, x: Variable, y: Variable) -> S:

@@ -18,6 +18,7 @@ from bilevel.methods.penalty import COUPLINGS
 from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState
 from bilevel.problem import FORWARD, Problem, evaluate
+from bilevel.rows import Total, added
 from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw
 from bilevel.variables import Variable, buffers_kept, held
@@ -145,23 +146,23 @@ class BOME(DescentMethod[GapState]):
             train(problem, x, z, state.z_update, draw, k, inner_lr)
 
         tally = Tally(problem, state, measure)
-        leaves = [*x.leaves, *y.leaves]
-        grad_f, grad_q = ([torch.zeros_like(leaf) for leaf in leaves] for _ in range(2))
+        totals = Total(), Total()
         gap = 0.0
         with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
             for samples in draw.direction(FORWARD.nodes, self.coupling == "shared"):
                 phi = evaluate(problem, FORWARD, x, [y, z], samples)
-                for total, term in ((grad_f, phi.upper), (grad_q, phi.lower)):
+                for total, term in zip(totals, (phi.upper, phi.lower), strict=True):
                     if term is not None:
                         phi.backward_of(term, k)
-                        torch._foreach_add_(total, [*x.take_grads(), *y.take_grads()])
+                        total.add([*x.take_grads(), *y.take_grads()])
                 gap += 0.0 if phi.lower is None else float(phi.lower.detach())
                 tally.add(samples[0], phi.terms)
 
+        grad_f, grad_q = (total.gradients() for total in totals)
         lam = self._multiplier(grad_f, grad_q, gap)
-        torch._foreach_add_(grad_f, grad_q, alpha=lam)
-        x.set_grads(grad_f[: len(x.leaves)])
-        y.set_grads(grad_f[len(x.leaves) :])
+        direction = added(grad_f, grad_q, alpha=lam)
+        x.set_grads(direction[: len(x.leaves)])
+        y.set_grads(direction[len(x.leaves) :])
         upper_lr = state.x_update.choose(now.upper)
         x.require_finite_grads(k, upper_lr)
         y.require_finite_grads(k, lower_lr)

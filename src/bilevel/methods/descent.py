@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+from bilevel.errors import ArgumentError
 from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Method, S
 from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace, Watch
@@ -17,6 +18,7 @@ from bilevel.methods.updates import (
 )
 from bilevel.problem import Problem
 from bilevel.schedules import Schedule
+from bilevel.streams import Draw
 from bilevel.variables import Variable
 
 
@@ -70,6 +72,16 @@ class DescentMethod(Method[S]):
     def _unit(self) -> int:
         """How many outer steps do what ten inner steps do."""
         return -(-REFERENCE_INNER_STEPS // getattr(self, "inner_steps", 1))
+
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        tables = [name for name, by_rows in zip(x.names, x.by_rows, strict=True) if by_rows]
+        if tables and self.rates.upper is None and not draw.sweeps:
+            raise ArgumentError(
+                f"upper_lr='auto' compares each direction of x with the one before, but of "
+                f"{tables[0]} every minibatch moves other rows; give upper_lr as a number, or "
+                f"upper_optimizer=lambda params: torch.optim.SparseAdam(params, lr=0.01), or "
+                f"direction_batch_size='all'"
+            )
 
     def x_update(self, problem: Problem, x: Variable) -> Update:
         """How x moves."""

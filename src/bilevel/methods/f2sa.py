@@ -153,7 +153,8 @@ class F2SA(PaperMethod[F2SAState]):
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
 
-    def check(self, problem: Problem, draw: Draw) -> None:
+    def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
+        super().check(problem, draw, x)
         if self.single_pass and draw.direction_batch_size is not None:
             raise ArgumentError(
                 f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "

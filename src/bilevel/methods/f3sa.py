@@ -19,6 +19,7 @@ from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update
 from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
 from bilevel.randomness import Rewind
+from bilevel.rows import dense
 from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -270,11 +271,11 @@ class F3SA(PaperMethod[F3SAState]):
                 assert term is not None, "an inner sample has all terms"
                 phi.backward_of(term, k)
                 y.require_finite_grads(k)
-                gradients.append(y.take_grads())
+                gradients.append(dense(y.take_grads()))
             z.require_finite_grads(k)
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
         weight = -1.0 if self.recursion == "separate" else -lam
-        gradients.append(list(torch._foreach_div(z.take_grads(), weight)))
+        gradients.append(list(torch._foreach_div(dense(z.take_grads()), weight)))
         return gradients
 
     def _add_x_gradients(

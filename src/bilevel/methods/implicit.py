@@ -30,6 +30,7 @@ from bilevel.methods.descent import DescentMethod
 from bilevel.methods.updates import Now, Update
 from bilevel.methods.vectors import flat
 from bilevel.problem import Problem
+from bilevel.rows import dense
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held, require_finite
 
@@ -103,7 +104,7 @@ def gradient(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> list[Tensor]:
-    """The gradient in each tensor of ``value``, or of its product with ``weights``."""
+    """The gradient in each tensor of ``value``, or of its product with ``weights``; dense."""
     grads = torch.autograd.grad(
         value,
         at,
@@ -112,7 +113,7 @@ def gradient(
         retain_graph=retain_graph,
         allow_unused=True,
     )
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)]
+    return dense([torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)])
 
 
 @dataclass

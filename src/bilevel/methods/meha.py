@@ -13,6 +13,7 @@ from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState, gap_gradients
 from bilevel.problem import FORWARD, Problem, evaluate
+from bilevel.rows import added
 from bilevel.schedules import Power, Rate
 from bilevel.streams import Draw
 from bilevel.variables import Variable, held
@@ -135,4 +136,4 @@ class MEHA(PenaltyMethod[GapState]):
     def _add_pull(self, of: Variable, towards: Variable, weight: float) -> None:
         """Add weight * (of - towards) / gam to the gradients of ``of``."""
         difference = torch._foreach_sub(of.leaves, towards.leaves)
-        torch._foreach_add_(of.grads(), difference, alpha=weight / self.proximal)
+        of.set_grads(added(of.grads(), difference, alpha=weight / self.proximal))

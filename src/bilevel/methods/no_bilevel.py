@@ -6,8 +6,6 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-import torch
-
 from bilevel.checks import check_count
 from bilevel.methods.base import Info, Method, Properties, State, Tally
 from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace
@@ -142,6 +140,6 @@ class NoBilevel(Method[NoBilevelState]):
         tally = Tally(problem, state, measure)
         for samples in draw.direction(LOWER.nodes, shared=True):  # drawn, measured or not
             tally.add(samples[0], {})
-        info = tally.info([torch.zeros_like(leaf) for leaf in state.x.leaves], gamma, 0.0)
+        info = tally.info(state.x.take_grads(), gamma, 0.0)  # it has no direction
         state.k += 1
         return info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError
 from bilevel.methods.base import saved
+from bilevel.rows import entries, every_row, touched
 from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
-from bilevel.sets import Projection
+from bilevel.sets import Projection, RowNumbers, RowWise
 from bilevel.variables import Variable
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -135,8 +136,8 @@ class Update:
     ) -> None:
         self._variable = variable
         self._projections = [
-            (leaf, project)
-            for leaf, project in zip(variable.leaves, projections, strict=True)
+            (index, variable.leaves[index], project)
+            for index, project in enumerate(projections)
             if project is not None
         ]
         self._optimizer = None if factory is None else _built(factory, variable)
@@ -157,32 +158,44 @@ class Update:
 
         A plain step has length ``rate``; an optimizer decides for itself.
         """
+        grads = self._variable.grads()
         if self._optimizer is None:
-            torch._foreach_add_(self._variable.leaves, self._variable.grads(), alpha=-rate * gain)
+            _step(self._variable.leaves, grads, -rate * gain)
         else:
             if gain != 1.0:
-                torch._foreach_mul_(self._variable.grads(), gain)
-            self._optimizer.step()
+                torch._foreach_mul_(entries(grads), gain)
+            _optimizer_step(self._optimizer, self._variable, grads)
         self._variable.clear_grads()
         if self._projections:
-            self.project()
+            self.project(grads)
 
     @torch.no_grad()
-    def project(self) -> None:
-        """Move back into the set."""
-        for leaf, project in self._projections:
-            inside = project(leaf)
-            if not isinstance(inside, Tensor) or inside.shape != leaf.shape:
-                raise ArgumentTypeError(
-                    f"the set of {self._variable.name} must project a tensor of shape "
-                    f"{tuple(leaf.shape)} to one of the same shape, not to {inside!r}"
-                )
-            if not bool(torch.isfinite(inside).all()):
-                raise ArgumentError(
-                    f"the set of {self._variable.name} projected a finite tensor to one that is "
-                    f"not finite"
-                )
-            leaf.copy_(inside)
+    def project(self, moved: Sequence[Tensor] | None = None) -> None:
+        """Move back into the set; after a step along the gradients ``moved``, what it touched."""
+        for index, leaf, project in self._projections:
+            if not self._variable.by_rows[index]:
+                leaf.copy_(self._inside(project, leaf))
+                continue
+            assert isinstance(project, RowWise), "every set was checked when it was chosen"
+            for rows in _places(leaf, None if moved is None else moved[index]):
+                chosen = project.of_rows(rows, leaf.shape)
+                assert chosen is not None
+                leaf[rows] = self._inside(chosen, leaf[rows])
+
+    def _inside(self, project: Projection, tensor: Tensor) -> Tensor:
+        """The projection, checked."""
+        inside = project(tensor)
+        if not isinstance(inside, Tensor) or inside.shape != tensor.shape:
+            raise ArgumentTypeError(
+                f"the set of {self._variable.name} must project a tensor of shape "
+                f"{tuple(tensor.shape)} to one of the same shape, not to {inside!r}"
+            )
+        if not bool(torch.isfinite(inside).all()):
+            raise ArgumentError(
+                f"the set of {self._variable.name} projected a finite tensor to one that is "
+                f"not finite"
+            )
+        return inside
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, where there is one."""
@@ -197,6 +210,45 @@ class Update:
             )
         if self._optimizer is not None:
             self._optimizer.load_state_dict(saved(state))
+
+
+_BLOCK = 1 << 20  # rows of a table that are projected at a time where all of them are
+
+
+def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
+    """Where a step along the gradient moved the leaf (None: anywhere), in parts."""
+    if gradient is not None and gradient.is_sparse:
+        yield touched(gradient)
+        return
+    for start in range(0, len(leaf), _BLOCK):
+        yield slice(start, min(start + _BLOCK, len(leaf)))
+
+
+def _step(leaves: Sequence[Tensor], grads: Sequence[Tensor], rate: float) -> None:
+    """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
+    whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for leaf, grad in zip(leaves, grads, strict=True):
+        if grad.is_sparse:
+            leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+        else:
+            whole[0].append(leaf)
+            whole[1].append(grad)
+    if whole[0]:
+        torch._foreach_add_(*whole, alpha=rate)
+
+
+def _optimizer_step(
+    optimizer: torch.optim.Optimizer, variable: Variable, grads: Sequence[Tensor]
+) -> None:
+    if not any(variable.by_rows):
+        optimizer.step()
+        return
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        variable.set_grads([g if g.is_sparse else every_row(g) for g in grads])
+    # torch warns of sparse tensors that are made without a word on whether to check them
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    with checks(checks.is_enabled()):
+        optimizer.step()
 
 
 def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimizer:
@@ -217,4 +269,41 @@ def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimiz
             f"the optimizer of {variable.name} was not built from the parameters that its factory "
             f"was given; return for example torch.optim.Adam(params, lr=1e-3)"
         )
+    _check_sparse(optimizer, variable)
     return optimizer
+
+
+_SPARSE: dict[type, tuple[str, ...]] = {
+    torch.optim.SparseAdam: (),
+    torch.optim.Adagrad: ("weight_decay",),
+    torch.optim.SGD: ("momentum", "weight_decay"),
+}
+"""torch's optimizers that know sparse gradients, and which options make them move every row."""
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer, variable: Variable) -> None:
+    """Refuse one of torch's optimizers that would fail on the gradients of rows."""
+    kind = next(
+        base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")
+    )
+    if kind is torch.optim.Optimizer or not any(variable.by_rows):
+        return  # the user's own is trusted to know what it is given
+    named = dict(zip(map(id, variable.leaves), variable.names, strict=True))
+    sparse = {id(leaf) for leaf, by in zip(variable.leaves, variable.by_rows, strict=True) if by}
+    for group in optimizer.param_groups:
+        options = [f"{name}={group[name]!r}" for name in _SPARSE.get(kind, ()) if group[name]]
+        for leaf in group["params"]:
+            if id(leaf) in sparse and (kind not in _SPARSE or options):
+                raise ArgumentTypeError(
+                    f"the optimizer of {named[id(leaf)]} is {kind.__name__}"
+                    f"({', '.join(options) or '...'}), which would move every row of it, not only "
+                    f"those that a batch looked up; use torch.optim.SparseAdam, "
+                    f"torch.optim.Adagrad or torch.optim.SGD, without momentum and weight decay, "
+                    f"or no optimizer"
+                )
+            if id(leaf) not in sparse and kind is torch.optim.SparseAdam:
+                raise ArgumentTypeError(
+                    f"the optimizer of {variable.name} is SparseAdam, which takes no dense "
+                    f"gradients, as {named[id(leaf)]} has them; use torch.optim.Adagrad or "
+                    f"torch.optim.SGD for both, or no optimizer"
+                )

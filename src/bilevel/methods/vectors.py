@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import NotConvergedError
+from bilevel.rows import dense
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """All entries as one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in dense(tensors)])
 
 
 def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

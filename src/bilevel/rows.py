@@ -1,0 +1,108 @@
+"""Gradients that touch a few rows of a tensor only.
+
+Where rows are looked up, in a :class:`~bilevel.Table` or in an ``nn.Embedding(sparse=True)``, a
+backward pass leaves a sparse gradient: the numbers of the rows, and a gradient for each. What is
+done with it here costs those rows and never the whole tensor, unless a dense gradient comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = False) -> Tensor:
+    """The gradient with ``values`` at ``rows``; ``once``: these ascend, each named once."""
+    # not torch.sparse_coo_tensor, which in some versions warns that it does not check them
+    gradient: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        values.ndim - 1,
+        shape,
+        rows.unsqueeze(0),
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=once,
+    )
+    return gradient
+
+
+def untouched(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf of which no row was looked up."""
+    rows = torch.empty(0, dtype=torch.int64, device=leaf.device)
+    values = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    return by_rows(rows, values, leaf.shape, once=True)
+
+
+def every_row(gradient: Tensor) -> Tensor:
+    """A dense gradient as one that touches every row."""
+    rows = torch.arange(len(gradient), device=gradient.device)
+    return by_rows(rows, gradient, gradient.shape, once=True)
+
+
+def touched(gradient: Tensor) -> Tensor:
+    """The numbers of the rows that a sparse gradient touches, each once."""
+    return gradient.coalesce().indices()[0]
+
+
+def entries(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """What each gradient stores: all its entries, or those of the rows it touches.
+
+    They are views: what is done to them in place is done to the gradients.
+    """
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+
+
+def dense(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients with a number for every entry, zero in the rows that are not touched."""
+    return [g.to_dense() if g.is_sparse else g for g in gradients]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of gradients of one leaf, each dense or sparse; rows that meet are added up."""
+    sparse = [part for part in parts if part.is_sparse]
+    whole = [part for part in parts if not part.is_sparse]
+    if sparse:
+        # one concatenation for all, because every sum of two would copy what is there so far
+        rows = torch.cat([part._indices()[0] for part in sparse])
+        values = torch.cat([part._values() for part in sparse])
+        # sorted before they are added up, and so in the same order on every device
+        whole.append(by_rows(rows, values, sparse[0].shape).coalesce())
+    total = whole[0]
+    for part in whole[1:]:
+        total = total + part
+    return total
+
+
+def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
+    """``mine + alpha * others``, one by one; in place where all are dense."""
+    mine, others = list(mine), list(others)
+    if not any(t.is_sparse for t in (*mine, *others)):
+        torch._foreach_add_(mine, others, alpha=alpha)
+        return mine
+    return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+
+
+class Total:
+    """A sum of gradients, one per leaf, over the parts of a batch."""
+
+    def __init__(self) -> None:
+        self._parts: list[list[Tensor]] = []
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """One more part; dense gradients are taken over and added up in place."""
+        if not self._parts:
+            self._parts = [[gradient] for gradient in gradients]
+            return
+        for parts, gradient in zip(self._parts, gradients, strict=True):
+            if parts[-1].is_sparse or gradient.is_sparse:
+                parts.append(gradient)
+            else:
+                parts[-1].add_(gradient)
+
+    def gradients(self) -> list[Tensor]:
+        """The sums."""
+        return [joined(parts) for parts in self._parts]
