@@ -51,7 +51,7 @@ def test_the_flat_valleys_example_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*DOCS.glob("*.md"), DOCS.parent / "README.md"], ids=lambda page: page.name
+    "page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.name
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
