@@ -1,5 +1,6 @@
 """Problems with known answers: for tests, for measuring methods, for learning the interface."""
 
+from bilevel.problems.cleaning import HyperCleaning
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.logistic import WeightedLogistic
 from bilevel.problems.quadratic import LeastSquares, Nonconvex, Quadratic
@@ -7,6 +8,7 @@ from bilevel.problems.valley import FlatValley
 
 __all__ = [
     "FlatValley",
+    "HyperCleaning",
     "KnownProblem",
     "LeastSquares",
     "Nonconvex",
