@@ -7,7 +7,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 :func:`check_hypergradient`.
 """
 
-from bilevel import diagnostics, errors, problems, schedules, sets, theory
+from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.methods import (
     AID,
@@ -53,6 +53,7 @@ __all__ = [
     "Solver",
     "Table",
     "check_hypergradient",
+    "data",
     "diagnostics",
     "errors",
     "hypergradient",

@@ -32,6 +32,15 @@ console = Console()
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
 ]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        envvar="BILEVEL_DATA",
+        metavar="FOLDER",
+        help="Where data sets lie; else they are downloaded.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 
 
@@ -131,6 +140,19 @@ def bench_methods(
     from bilevel.benchmarks import methods
 
     _bench(methods, json_file, threads=1, seed=seed, repeats=repeats)
+
+
+@bench_app.command("auto")
+def bench_auto(
+    seed: Seed = 0,
+    mnist: Annotated[bool, typer.Option(help="Also clean labels of MNIST.")] = True,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Nothing set by hand against the best of a grid of settings."""
+    from bilevel.benchmarks import auto
+
+    _bench(auto, json_file, threads=1, seed=seed, mnist=mnist, data_dir=data_dir)
 
 
 @bench_app.command("table")

@@ -71,6 +71,14 @@ class MissingExtraError(BilevelError, ImportError):
         return type(self), (self.package, self.extra)
 
 
+class MissingDataError(BilevelError, FileNotFoundError):
+    """Files of a data set are not where they were looked for, and could not be downloaded."""
+
+
+class CorruptDataError(BilevelError, ValueError):
+    """A file of a data set is not what it should be; nothing of it was loaded."""
+
+
 class RunError(BilevelError):
     """A run had to stop in the middle; what it had reached is not lost.
 

@@ -32,6 +32,7 @@ _OPTIMIZERS: dict[str, Any] = {
 }
 VARIANTS = [
     *CASES,
+    *(Case(name, {}, 10, "auto") for name in METHODS),
     Case("f2sa", {**_F2SA, "single_pass": True, "inner_steps": 3}, 10, "single pass"),
     Case("f2sa", {**_F2SA, "coupling": "independent", "inner_steps": 2}, 10, "independent"),
     Case("f2sa", {**_F2SA, "scheme": "midpoint", "inner_steps": 2}, 10, "midpoint"),

@@ -11,7 +11,7 @@ shrinks the step as 1/k, as stochastic approximation wants it, but it also hides
 go; so where rho is small and yet positive again and again, the step grows by how sure that is, its
 mean divided by its root mean square over ten steps.
 
-Safeguards: no step is more than twice as long as the longest so far, the first being a thousandth
+Safeguards: no step is more than twice as long as the longest so far, the first being 0.2%
 of ||x||; where the direction turns round and grows, the step is halved at once; where the gain that
 a step promises, eta ||d||^2, is nothing beside those before it, the step grows no more; and a step
 with which F was found to rise (:class:`bilevel.methods.pace.Watch`) is not soon taken again.
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from bilevel.errors import StateError
 from bilevel.methods.base import saved
 from bilevel.methods.updates import Update
 from bilevel.rows import dense
@@ -35,7 +34,7 @@ from bilevel.variables import Variable
 GROWTH = 1.5
 SURE_GROWTH = 0.35
 SURE = 0.3
-FIRST_STEP = 1e-3
+FIRST_STEP = 2e-3
 LONGEST_REST = 16
 NOTHING = 1e-6
 
@@ -99,7 +98,7 @@ class AdaptiveUpdate(Update):
             self._learn(-n["last"] * inner / way**2, grew=norm > n["norm"])
         if n["longest"] == 0:
             entries = sum(leaf.numel() for leaf in self._variable.leaves)
-            n["longest"] = FIRST_STEP * (size or math.sqrt(entries)) / self._unit
+            n["longest"] = FIRST_STEP / 2 * (size or math.sqrt(entries)) / self._unit
         n["rate"] = min(n["rate"], n["ceiling"])
         length = min(n["rate"] * norm, 2 ** (1 / self._unit) * n["longest"])
         n["rate"] = min(n["rate"], 2 * length / norm)
@@ -157,11 +156,6 @@ class AdaptiveUpdate(Update):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        if "numbers" not in state:
-            raise StateError(
-                f"the state of {self._variable.name} was saved with a given step, but here it is "
-                f"'auto'"
-            )
         with torch.no_grad():
             torch._foreach_copy_(self._before, state["before"])
         self._numbers = dict(state["numbers"])

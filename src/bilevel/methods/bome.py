@@ -43,7 +43,9 @@ class BOME(DescentMethod[GapState]):
     Because z starts at y, T is not a matter of speed alone: the x direction is wrong by a share of
     (1 - alpha mu)^T, mu being the curvature of g, however long the run. Use it as the rival that
     the paper names, or where no multiplier is to be chosen; it is made for exact gradients, and
-    noise in grad q makes lam_k wrong.
+    noise in grad q makes lam_k wrong. Where a set binds at the solution, what grad f has left there
+    holds lam_k at a multiple of eta instead of letting it grow, and a bias of O(1 / eta) stays:
+    choose a larger eta.
 
     Args:
         lower_lr: beta_k, the step of y in the joint step. "auto": as in :class:`~bilevel.F2SA`,

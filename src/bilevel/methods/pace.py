@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.errors import StateError
 from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import State, saved
 from bilevel.methods.updates import Now, Rates
@@ -71,6 +72,8 @@ class Pace:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to take over."""
+        if state:
+            raise StateError("the state was saved with 'auto' steps, but here they are given")
 
 
 class MeasuredPace(Pace):
@@ -186,6 +189,11 @@ class MeasuredPace(Pace):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
+        if not state or bool(state["watch"]) != (self._watch is not None):
+            raise StateError(
+                "the state was saved with other steps than here: given there, 'auto' here, or the "
+                "other way round"
+            )
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
             mine.load_state_dict(theirs)
         self._noisy_steps, self._multiplier = state["noisy_steps"], state["multiplier"]

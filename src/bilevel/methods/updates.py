@@ -118,6 +118,10 @@ def rate_or_optimizer(
             f"{name}={rate!r} would be ignored, because {optimizer_name} brings its own "
             f"learning rate; give one of the two"
         )
+    if isinstance(rate, str):
+        raise ArgumentTypeError(
+            f"{name} must be 'auto', a positive number or a function of the step k, not {rate!r}"
+        )
     return as_schedule(name, rate)
 
 

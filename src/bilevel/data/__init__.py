@@ -1,0 +1,14 @@
+"""Real data sets: downloaded once, verified by checksum, cached; or read from a folder, offline.
+
+    images, labels, *_ = bilevel.data.mnist()
+
+Without more, the files are fetched from public mirrors into the platform's cache folder. With
+``data_dir``, or the environment variable ``BILEVEL_DATA``, they are read from that folder and the
+network is left alone. Every file is verified by its SHA-256 each time it is read.
+"""
+
+from bilevel.data.files import DataSet, RemoteFile, cache_folder
+from bilevel.data.idx import read_idx
+from bilevel.data.mnist import MNIST, Mnist, mnist
+
+__all__ = ["MNIST", "DataSet", "Mnist", "RemoteFile", "cache_folder", "mnist", "read_idx"]
