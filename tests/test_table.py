@@ -679,6 +679,12 @@ def test_a_saved_state_goes_on_bit_for_bit(method: Any) -> None:
     assert torch.equal(resumed.y, whole.y)
 
 
+def test_same_seed_same_bits_and_another_seed_not() -> None:
+    first, again, other = (solver_of(Table(STARTS), steps=9, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.x.values, again.x.values)
+    assert not torch.equal(first.x.values, other.x.values)
+
+
 def test_a_state_of_another_number_of_rows_is_refused() -> None:
     state = solver_of(Table(STARTS)).state_dict()
     with pytest.raises(StateError, match=r"leaves of x have the shapes \[\(40,\)\]"):

@@ -22,7 +22,8 @@ class Table(nn.Module):
 
     A table may be x, y, a part of a tree, or a part of an ``nn.Module``. What is handed back is a
     table again; ``table.values`` is the tensor. The whole of it may be used in an objective as
-    well, at the cost of the whole.
+    well, at the cost of the whole. A number that is no row is refused (on a GPU by the device, as
+    for any tensor, because to look at it first would mean to wait for it).
 
     Some things touch every row by their nature, and then cost the table in every step: a
     ``direction_batch_size="all"``, momentum (``F3SA``, ``MASOBA``, ``F2BA`` with ``acceleration``),
