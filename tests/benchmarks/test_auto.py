@@ -30,9 +30,11 @@ def test_the_tuned_run_is_the_best_of_the_grid_and_survives_settings_that_diverg
     assert tuned.tried == 3
     assert tuned.evaluations == 20 * 33  # T = 10: 11 of f and 22 of g in each step
     problem: Any = task.problem
-    assert 0.9 < tuned.decrease / float(
-        problem.value(problem.x0) - problem.value(problem.solution)
-    ) <= 1
+    assert (
+        0.9
+        < tuned.decrease / float(problem.value(problem.x0) - problem.value(problem.solution))
+        <= 1
+    )
 
 
 def test_nothing_set_passes_in_any_units() -> None:
@@ -61,8 +63,9 @@ def test_scales_are_each_alone_and_all_together() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "quadratic", lambda condition, seed: _small())
-    monkeypatch.setattr(auto, "logistic", lambda seed, batch_size: _small())
+    task = _small()
+    monkeypatch.setattr(auto, "quadratic", lambda condition, seed: task)
+    monkeypatch.setattr(auto, "logistic", lambda seed, batch_size: task)
     run = auto.run
     monkeypatch.setattr(
         auto,
@@ -70,10 +73,13 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
         lambda **options: run(conditions=(10.0,), scales=(auto.UNSCALED,), **options),
     )
     file = tmp_path / "auto.json"
-    result = CliRunner().invoke(app, ["bench", "auto", "--no-mnist", "--json", str(file)])
+    result = CliRunner().invoke(
+        app, ["bench", "auto", "--no-mnist", "--data-dir", str(tmp_path), "--json", str(file)]
+    )
     assert result.exit_code == 0, result.output
     assert "3/3" in result.output  # tasks of one name are one line
     figures = json.loads(file.read_text())
     assert len(figures["rows"]) == 3
     assert figures["rows"][0]["reached"] < 3
+    assert figures["options"] == {"seed": 0, "mnist": False}  # where the data lie is private
     assert figures["machine"]["torch"] == torch.__version__

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -85,10 +86,14 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def figures(machine: Machine, options: Mapping[str, Any], rows: Sequence[Any]) -> dict[str, Any]:
-    """What goes to the file: where, how, and what was measured."""
+    """What goes to the file: on what, how, and what was measured; folders are left out."""
     return {
         "machine": asdict(machine),
-        "options": dict(options),
+        "options": {
+            name: value
+            for name, value in options.items()
+            if not (value is None or isinstance(value, Path))
+        },
         "rows": [asdict(row) for row in rows],
     }
 
