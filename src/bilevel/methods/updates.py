@@ -115,18 +115,20 @@ class Update:
         self._optimizer = None if factory is None else _built(factory, variable)
         self.project()
 
-    @torch.no_grad()
     def apply(self, rate: float, gain: float = 1.0) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 
         A plain step has length ``rate``; an optimizer decides for itself.
         """
+        grads = self._variable.grads()
         if self._optimizer is None:
-            torch._foreach_add_(self._variable.leaves, self._variable.grads(), alpha=-rate * gain)
+            with torch.no_grad():
+                torch._foreach_add_(self._variable.leaves, grads, alpha=-rate * gain)
         else:
             if gain != 1.0:
-                torch._foreach_mul_(self._variable.grads(), gain)
-            self._optimizer.step()
+                torch._foreach_mul_(grads, gain)
+            with torch.no_grad():
+                self._optimizer.step()
         self._variable.clear_grads()
         if self._projections:
             self.project()
