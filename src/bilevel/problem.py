@@ -26,13 +26,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentTypeError, NonFiniteError, ObjectiveError
+from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
 from bilevel.rows import added
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
-from bilevel.variables import Variable, buffers_kept, held, require_finite
+from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``objective(x, y, batch) -> scalar tensor``; batch is None where there is no data."""
@@ -234,8 +235,8 @@ class Phi:
     Attributes:
         upper: sum_i u_i * f(x, y_i); None where the sample has no part for f.
         lower: sum_i w_i * g(x, y_i); None where the sample has no part for g.
-        terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, detached
-            and weighted by the share of the sample, so that those of several parts add up.
+        terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, weighted
+            by the share of the sample, so that those of several parts add up.
         leaves: what a backward pass leaves gradients on; nothing else that the objectives use is
             given one.
     """
@@ -254,15 +255,16 @@ class Phi:
             return multiplier * self.lower
         return torch.add(self.upper, self.lower, alpha=multiplier)
 
-    def backward(self, multiplier: float, step: int) -> None:
-        """Leave every direction on the leaves; a non-finite term stops the run by its name."""
-        self.backward_of(self.at(multiplier), step)
+    def backward(self, multiplier: float, step: int, watch: Watch | None = None) -> None:
+        """Leave every direction on the leaves; a non-finite term stops the run by its name.
 
-    def backward_of(self, value: Tensor, step: int) -> None:
+        With a ``watch``, when that is read.
+        """
+        self.backward_of(self.at(multiplier), step, watch)
+
+    def backward_of(self, value: Tensor, step: int, watch: Watch | None = None) -> None:
         """The same for another scalar made of the terms."""
-        if not math.isfinite(value.item()):
-            require_finite(step, list(self.terms), list(self.terms.values()))
-            raise NonFiniteError(step, "Phi, the sum of " + ", ".join(self.terms) + ",")
+        (watch or Watch(step, at_once=True)).scalar(value, self.terms)
         if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
             value.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
@@ -281,23 +283,25 @@ def evaluate(
     the whole evaluation draw what an earlier one did.
     """
     upper = lower = None
-    terms = {}
-    rewind = Rewind(x.device) if rewind is None else rewind
-    rewind()
+    terms: dict[str, Tensor] = {}
+    if rewind is None:
+        rewind = Rewind(x.device)
+    else:
+        rewind()
     shared = all(sample is samples[0] for sample in samples)
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
-        if shared:
-            rewind()
         if u and sample.upper_share:
+            if shared and terms:
+                rewind()
             f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
             upper = _added(upper, u, f)
-            terms[f"upper({x.name}, {y.name})"] = f.detach()
-        if shared:
-            rewind()
+            terms[f"upper({x.name}, {y.name})"] = f
         if w and sample.lower_share:
+            if shared and terms:
+                rewind()
             g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
             lower = _added(lower, w, g)
-            terms[f"lower({x.name}, {y.name})"] = g.detach()
+            terms[f"lower({x.name}, {y.name})"] = g
     leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
     return Phi(upper, lower, terms, leaves)
 

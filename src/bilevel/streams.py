@@ -530,12 +530,13 @@ def _check_sizes(
 
 def _index(data: Any, rows: Tensor | slice) -> Any:
     if isinstance(data, Tensor):
-        return data[rows]
+        # several times as fast as data[rows], which can do much more
+        return data[rows] if isinstance(rows, slice) else data.index_select(0, rows)
     if isinstance(data, Mapping):
-        return {key: value[rows] for key, value in data.items()}
+        return {key: _index(value, rows) for key, value in data.items()}
     if hasattr(data, "_fields"):
-        return type(data)(*(value[rows] for value in data))
-    return tuple(value[rows] for value in data)
+        return type(data)(*(_index(value, rows) for value in data))
+    return tuple([_index(value, rows) for value in data])
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

@@ -23,7 +23,8 @@ from bilevel.errors import StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, norm, require_finite
+from bilevel.variables import Variable, buffers_kept, norm
+from bilevel.watch import Watch
 
 if TYPE_CHECKING:
     from bilevel.methods.pace import Pace
@@ -144,12 +145,18 @@ class Properties:
 
 
 class Tally:
-    """Adds up what a step reports over the parts of its direction's samples."""
+    """Adds up what a step reports over the parts of its direction's samples.
 
-    def __init__(self, problem: Problem, state: State, measure: bool) -> None:
+    What is evaluated only to be reported must be finite too; with a ``watch``, when that is read.
+    """
+
+    def __init__(
+        self, problem: Problem, state: State, measure: bool, watch: Watch | None = None
+    ) -> None:
         self._problem = problem
         self._state = state
         self._measure = measure
+        self._watch = watch or Watch(state.k, at_once=True)
         self._totals: dict[str, Tensor] = {}
 
     def add(self, sample: Sample, terms: dict[str, Tensor]) -> None:
@@ -173,9 +180,9 @@ class Tally:
                 cuda = [x.device] if x.device.type == "cuda" else []
                 with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
                     value = share * objective(x, y, batch)
-                require_finite(self._state.k, [name], [value])
+                self._watch.numbers([name], [value])
             else:
-                value = terms[name]
+                value = terms[name].detach()
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def info(

@@ -16,6 +16,7 @@ from bilevel.methods.updates import Update
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -49,6 +50,19 @@ class F2SAState(State):
         for point in self.points:
             if point is not self.solution:
                 point.approach(self.solution, share)
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What the inner steps at one k have in common.
+
+    Attributes:
+        lengths: each copy, and how far it goes per unit of its gradient.
+        steps: the update of each, its rate and the factor on its gradient.
+    """
+
+    lengths: list[tuple[Variable, float]]
+    steps: list[tuple[Update, float, float]]
 
 
 @dataclass(frozen=True)
@@ -184,28 +198,30 @@ class F2SA(PaperMethod[F2SAState]):
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         now = state.pace.at(problem, state, draw)
-        lam, gamma, beta = now.multiplier, now.lower, now.penalty
-        gamma = state.y_updates[0].choose(gamma)
+        lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
+        moves = self._moves(state, lam, gamma, now.penalty)
+        watch = Watch(k, at_once=x.device.type == "cpu")
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
                 phi = evaluate(problem, self.stencil, x, points, draw.inner(nodes, shared))
-                phi.backward(lam, k)
-                self._move_copies(state, lam, gamma, beta)
+                phi.backward(lam, k, watch)
+                self._move_copies(state, moves, watch)
 
-        tally = Tally(problem, state, measure)
+        tally = Tally(problem, state, measure, watch)
         if self.single_pass:
-            self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
+            self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally, watch)
             upper_lr = state.x_update.choose(now.upper)
-            x.require_finite_grads(k, upper_lr)
+            watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
-            self._move_copies(state, lam, gamma, beta)
+            self._move_copies(state, moves, watch)
         else:
             with held(*points), buffers_kept(x, *points):
-                self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
+                self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
             upper_lr = state.x_update.choose(now.upper)
-            x.require_finite_grads(k, upper_lr)
+            watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
+        watch.read()
         state.x_update.apply(upper_lr)
 
         state.k, state.multiplier = k + 1, lam
@@ -218,28 +234,35 @@ class F2SA(PaperMethod[F2SAState]):
         lam: float,
         parts: Iterable[list[Sample]],
         tally: Tally,
+        watch: Watch,
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
             phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-            phi.backward(lam, state.k)
+            phi.backward(lam, state.k, watch)
             tally.add(samples[0], phi.terms)
 
-    def _move_copies(self, state: F2SAState, lam: float, gamma: float, beta: float) -> None:
-        """Each copy against its own direction: its part of grad Phi, divided by w_i * lam."""
-        self.stencil.spread(state.points)
+    def _moves(self, state: F2SAState, lam: float, gamma: float, beta: float) -> _Moves:
+        """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
         moves = [
             (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
             for copy, update, weight in zip(
                 state.points, state.y_updates, self.stencil.lower, strict=False
             )
         ]
-        for copy, _, rate, gain in moves:
-            copy.require_finite_grads(state.k, rate * gain)
-        for _, update, rate, gain in moves:
+        return _Moves(
+            lengths=[(copy, rate * gain) for copy, _, rate, gain in moves],
+            steps=[(update, rate, gain) for _, update, rate, gain in moves],
+        )
+
+    def _move_copies(self, state: F2SAState, moves: _Moves, watch: Watch) -> None:
+        """One step of every copy, and of their centre where it is not one of them."""
+        self.stencil.spread(state.points)
+        watch.gradients(moves.lengths)
+        for update, rate, gain in moves.steps:
             update.apply(rate, gain)
         self.stencil.recentre(state.points)
-        for update in state.y_updates[len(self.stencil.lower) :]:
+        for update in state.y_updates[len(moves.steps) :]:
             update.project()
 
     def _check_convexity(self, problem: Problem) -> None:
