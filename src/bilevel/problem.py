@@ -18,7 +18,7 @@ Nothing is ever differentiated twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -284,26 +284,70 @@ def evaluate(
     """
     upper = lower = None
     terms: dict[str, Tensor] = {}
+    for name, u, w, value in _terms(problem, stencil, x, points, samples, rewind):
+        terms[name] = value
+        if u:
+            upper = _added(upper, u, value)
+        else:
+            lower = _added(lower, w, value)
+    return Phi(upper, lower, terms, _leaves(x, points))
+
+
+def accumulate(
+    problem: Problem,
+    stencil: Stencil,
+    x: Variable,
+    points: Sequence[Variable],
+    samples: Sequence[Sample],
+    multiplier: float,
+    watch: Watch,
+) -> dict[str, Tensor]:
+    """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
+
+    The activations of only one term are alive at a time. Returned are the terms.
+    """
+    terms: dict[str, Tensor] = {}
+    leaves = _leaves(x, points)
+    for name, u, w, value in _terms(problem, stencil, x, points, samples, None):
+        watch.scalar(value, {name: value})
+        terms[name] = value.detach()
+        if value.requires_grad:
+            (u * value if u else multiplier * w * value).backward(inputs=leaves)  # type: ignore[no-untyped-call]
+    return terms
+
+
+def _terms(
+    problem: Problem,
+    stencil: Stencil,
+    x: Variable,
+    points: Sequence[Variable],
+    samples: Sequence[Sample],
+    rewind: Rewind | None,
+) -> Iterator[tuple[str, float, float, Tensor]]:
+    """Each term of Phi: its name, its weight as f and as g (one of them 0), and its value."""
     if rewind is None:
         rewind = Rewind(x.device)
     else:
         rewind()
     shared = all(sample is samples[0] for sample in samples)
+    first = True
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
         if u and sample.upper_share:
-            if shared and terms:
+            if shared and not first:
                 rewind()
-            f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
-            upper = _added(upper, u, f)
-            terms[f"upper({x.name}, {y.name})"] = f
+            first = False
+            value = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
+            yield f"upper({x.name}, {y.name})", u, 0.0, value
         if w and sample.lower_share:
-            if shared and terms:
+            if shared and not first:
                 rewind()
-            g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            lower = _added(lower, w, g)
-            terms[f"lower({x.name}, {y.name})"] = g
-    leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
-    return Phi(upper, lower, terms, leaves)
+            first = False
+            value = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
+            yield f"lower({x.name}, {y.name})", 0.0, w, value
+
+
+def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:
+    return [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
 
 
 def _depends(value: Tensor, variable: Variable) -> bool:

@@ -35,6 +35,7 @@ VARIANTS = [
     *(Case(name, {}, 10, "auto") for name in METHODS),
     Case("f2sa", {**_F2SA, "single_pass": True, "inner_steps": 3}, 10, "single pass"),
     Case("f2sa", {**_F2SA, "coupling": "independent", "inner_steps": 2}, 10, "independent"),
+    Case("f2sa", {**_F2SA, "accumulate": True, "inner_steps": 2}, 10, "accumulated"),
     Case("f2sa", {**_F2SA, "scheme": "midpoint", "inner_steps": 2}, 10, "midpoint"),
     Case("f2sa", {**_F2SA, "scheme": "central", "order": 4}, 10, "central"),
     Case("f2sa", {"inner_steps": 2, **_OPTIMIZERS}, 10, "optimizers"),

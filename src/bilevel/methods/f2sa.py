@@ -7,13 +7,15 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from torch import Tensor
+
 from bilevel import theory
 from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update
-from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, central, evaluate
+from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
 from bilevel.watch import Watch
@@ -105,6 +107,9 @@ class F2SA(PaperMethod[F2SAState]):
         single_pass: take the x direction from the last inner evaluation (same samples, y and z
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
+        accumulate: differentiate the terms of Phi one after another, so that the activations of
+            only one of them are alive: for large models. Otherwise all at once, in one backward
+            pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -127,6 +132,7 @@ class F2SA(PaperMethod[F2SAState]):
     scheme: Literal["forward", "central", "midpoint"] = "forward"
     order: int | None = None
     single_pass: bool = False
+    accumulate: bool = False
 
     algorithm = "f2sa"
     properties = Properties(
@@ -142,6 +148,7 @@ class F2SA(PaperMethod[F2SAState]):
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
+        check_flag("accumulate", self.accumulate)
         if self.order is not None:
             check_count("order", self.order, least=2)
             if self.scheme != "central":
@@ -204,8 +211,7 @@ class F2SA(PaperMethod[F2SAState]):
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
-                phi = evaluate(problem, self.stencil, x, points, draw.inner(nodes, shared))
-                phi.backward(lam, k, watch)
+                self._differentiate(problem, state, lam, draw.inner(nodes, shared), watch)
                 self._move_copies(state, moves, watch)
 
         tally = Tally(problem, state, measure, watch)
@@ -238,9 +244,18 @@ class F2SA(PaperMethod[F2SAState]):
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
-            phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-            phi.backward(lam, state.k, watch)
-            tally.add(samples[0], phi.terms)
+            tally.add(samples[0], self._differentiate(problem, state, lam, samples, watch))
+
+    def _differentiate(
+        self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
+    ) -> dict[str, Tensor]:
+        """Leave the gradient of Phi on the leaves; its terms."""
+        x, points = state.x, state.points
+        if self.accumulate:
+            return accumulate(problem, self.stencil, x, points, samples, lam, watch)
+        phi = evaluate(problem, self.stencil, x, points, samples)
+        phi.backward(lam, state.k, watch)
+        return phi.terms
 
     def _moves(self, state: F2SAState, lam: float, gamma: float, beta: float) -> _Moves:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
