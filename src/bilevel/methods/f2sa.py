@@ -244,7 +244,8 @@ class F2SA(PaperMethod[F2SAState]):
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
-            tally.add(samples[0], self._differentiate(problem, state, lam, samples, watch))
+            terms = self._differentiate(problem, state, lam, samples, watch)
+            tally.add(_reported(samples), terms)
 
     def _differentiate(
         self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
@@ -292,3 +293,10 @@ class F2SA(PaperMethod[F2SAState]):
                 f"g - ({least:g} / multiplier) f is convex in y only above {needed:.4g}; use a "
                 f"larger multiplier, or scheme='midpoint', which needs no such condition"
             )
+
+
+def _reported(samples: list[Sample]) -> Sample:
+    """Of independent samples the first with a part for f, and the first with a part for g."""
+    f = next((s for s in samples if s.upper_share), samples[0])
+    g = next((s for s in samples if s.lower_share), samples[0])
+    return f if f is g else Sample(f.upper, g.lower, f.upper_share, g.lower_share)
