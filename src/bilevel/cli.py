@@ -172,6 +172,20 @@ def bench_table(
     _bench(table, json_file, threads=1, seed=seed, **options)
 
 
+@bench_app.command("lm")
+def bench_lm(
+    device: Annotated[str, typer.Option(help="Where.")] = "cuda",
+    compiled: Annotated[bool, typer.Option(help="Compile the model.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the tokens.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """An F2SA step of a 124M language model beside a plain training step (needs a GPU)."""
+    from bilevel.benchmarks import lm
+
+    _bench(lm, json_file, seed=seed, device=device, compiled=compiled, repeats=repeats)
+
+
 def _bench(
     benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
 ) -> None:
