@@ -49,10 +49,11 @@ class Watch:
         self._fine = fine if self._fine is None else self._fine & fine
         self._notes.append((names, seen))
 
-    def gradients(self, moves: Sequence[tuple[Variable, float]]) -> None:
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, last: bool = False) -> None:
         """Variables with gradients on their leaves, each with the length of the step to come.
 
-        A step along them must not overflow either.
+        A step along them must not overflow either. Where they are the ``last`` of an outer step,
+        all that was noted is read before anything moves, and no gradient has to be zeroed.
         """
         grads = [grad for variable, _ in moves for grad in entries(variable.grads())]
         if self._at_once:
@@ -65,6 +66,9 @@ class Watch:
             return
         for variable, rate in moves:
             self.peaks(variable, entries(variable.grads()), rate)
+        if last:
+            self.read()
+            return
         bad = ~self.fine
         for grad in grads:
             grad.masked_fill_(bad, 0.0)
@@ -85,6 +89,8 @@ class Watch:
     def read(self) -> None:
         """Raise :class:`~bilevel.errors.NonFiniteError` for the first bad number of the notes."""
         if self._fine is None or bool(self._fine):
+            self._notes.clear()
+            self._fine = None  # what was read needs no second look
             return
         for names, values in self._notes:
             for name, value in zip(names, values.tolist(), strict=True):

@@ -220,14 +220,14 @@ class F2SA(PaperMethod[F2SAState]):
             upper_lr = state.x_update.choose(now.upper)
             watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
-            self._move_copies(state, moves, watch)
+            self._move_copies(state, moves, watch, last=True)
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
             upper_lr = state.x_update.choose(now.upper)
             watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
-        watch.read()
+            watch.read()
         state.x_update.apply(upper_lr)
 
         state.k, state.multiplier = k + 1, lam
@@ -271,10 +271,12 @@ class F2SA(PaperMethod[F2SAState]):
             steps=[(update, rate, gain) for _, update, rate, gain in moves],
         )
 
-    def _move_copies(self, state: F2SAState, moves: _Moves, watch: Watch) -> None:
+    def _move_copies(
+        self, state: F2SAState, moves: _Moves, watch: Watch, last: bool = False
+    ) -> None:
         """One step of every copy, and of their centre where it is not one of them."""
         self.stencil.spread(state.points)
-        watch.gradients(moves.lengths)
+        watch.gradients(moves.lengths, last=last)
         for update, rate, gain in moves.steps:
             update.apply(rate, gain)
         self.stencil.recentre(state.points)
