@@ -50,7 +50,7 @@ class F2SAState(State):
 
 
 @dataclass(frozen=True)
-class _Moves:
+class Moves:
     """What the inner steps at one k have in common.
 
     Attributes:
@@ -172,6 +172,12 @@ class F2SA(PaperMethod[F2SAState]):
         )
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
+        return self.step_after(0, problem, state, draw, measure=measure)
+
+    def step_after(
+        self, done: int, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True
+    ) -> Info:
+        """The rest of an outer step of which ``done`` inner steps were taken."""
         if self.single_pass and draw.direction_batch_size is not None:
             raise ArgumentError(
                 f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
@@ -180,12 +186,12 @@ class F2SA(PaperMethod[F2SAState]):
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         lam = self.rates.multiplier_at(k, before=state.multiplier)
-        moves = self._moves(state, lam, self.rates.lower_at(k), self.rates.penalty_at(k))
+        moves = self.moves(state, lam)
         upper_lr = self.rates.upper_at(k)
         watch = Watch(k, at_once=x.device.type == "cpu")
 
         with held(x):
-            for _ in range(self.inner_steps - self.single_pass):
+            for _ in range(done, self.inner_steps - self.single_pass):
                 phi = evaluate(problem, self.stencil, x, points, draw.inner(nodes, shared))
                 phi.backward(lam, k, watch)
                 self._move_copies(state, moves, watch)
@@ -222,20 +228,21 @@ class F2SA(PaperMethod[F2SAState]):
             phi.backward(lam, state.k, watch)
             tally.add(samples[0], phi.terms)
 
-    def _moves(self, state: F2SAState, lam: float, gamma: float, beta: float) -> _Moves:
+    def moves(self, state: F2SAState, lam: float) -> Moves:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
+        gamma, beta = self.rates.lower_at(state.k), self.rates.penalty_at(state.k)
         moves = [
             (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
             for copy, update, weight in zip(
                 state.points, state.y_updates, self.stencil.lower, strict=False
             )
         ]
-        return _Moves(
+        return Moves(
             lengths=[(copy, rate * gain) for copy, _, rate, gain in moves],
             steps=[(update, rate, gain) for _, update, rate, gain in moves],
         )
 
-    def _move_copies(self, state: F2SAState, moves: _Moves, watch: Watch) -> None:
+    def _move_copies(self, state: F2SAState, moves: Moves, watch: Watch) -> None:
         """One step of every copy, and of their centre where it is not one of them."""
         self.stencil.spread(state.points)
         watch.gradients(moves.lengths)

@@ -115,6 +115,11 @@ class Update:
         self._optimizer = None if factory is None else _built(factory, variable)
         self.project()
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a step of the given length and a projection, and nothing else."""
+        return type(self) is Update and self._optimizer is None
+
     def apply(self, rate: float, gain: float = 1.0) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 
