@@ -90,6 +90,8 @@ class Solver:
                 f"direction; give direction_batch_size too"
             )
         check_count("seed", seed, least=0)
+        if not isinstance(compile, bool):
+            raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
         self.problem = problem
         self.method = method_of(method)
         place = None if device is None else torch.device(device)

@@ -211,17 +211,19 @@ class Rows(Indexed):
 
     Attributes:
         rows: a tensor, or a tuple or dict of tensors.
+        length: how many rows there are.
+        size: how many numbers they hold.
         batch_size: rows per minibatch; None: all of them every time.
         device: where they lie.
     """
 
-    def __init__(
-        self, rows: Any, length: int, batch_size: int | None, seed: int, device: torch.device
-    ) -> None:
-        super().__init__(length, partial(take_rows, rows), batch_size, seed, device)
+    def __init__(self, rows: Any, tensors: list[Tensor], batch_size: int | None, seed: int) -> None:
         self.rows = rows
+        self.length = len(tensors[0])
+        self.size = sum(tensor.numel() for tensor in tensors)
         self.batch_size = batch_size
-        self.device = device
+        self.device = tensors[0].device
+        super().__init__(self.length, partial(take_rows, rows), batch_size, seed, self.device)
 
     def ahead(self, batches: int, size: int) -> Tensor:
         """The numbers of the rows of the next minibatches, each of ``size``, one per row.
@@ -475,7 +477,7 @@ def stream_of(
         tensors = _tensors(name, rows)
         length = len(tensors[0])
         _check_sizes(name, length, batch_size, direction_batch_size)
-        return Rows(rows, length, batch_size, seed, tensors[0].device)
+        return Rows(rows, tensors, batch_size, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _dataset_stream(name, data, batch_size, direction_batch_size, seed, device)
     if isinstance(data, IterableDataset):

@@ -54,8 +54,8 @@ class Pieces:
             _name(level, y): (level, y)
             for level, y in (("upper", solution), ("lower", solution), ("lower", penalised))
         }
-        self.told = {
-            name: torch.zeros((), dtype=torch.float64, device=device) for name in (*wanted, "norm")
+        self.told = {  # not 0-dimensional: as such, torch.compile may take them for constants
+            name: torch.zeros(1, dtype=torch.float64, device=device) for name in (*wanted, "norm")
         }
         known = {
             _name(level, y)

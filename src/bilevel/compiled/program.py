@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -37,6 +38,10 @@ from bilevel.streams import Draw, Sample
 from bilevel.variables import buffers_kept, held
 
 OLDEST_TORCH = (2, 13)  # earlier ones do not trace torch.autograd.grad
+
+SMALL = 1 << 18
+"""Inner steps that read fewer numbers than this run on one thread: a second costs more than it
+brings."""
 
 Samples: TypeAlias = list[Sample] | None
 """For each point its sample; None: compiled code finds them itself."""
@@ -102,6 +107,12 @@ class Program:
         self._end = traced(pieces.end)
         self._report = traced(pieces.report)
 
+        leaves = [leaf for point in state.points for leaf in point.leaves]
+        self._small = (
+            state.x.device.type == "cpu"
+            and feed is not None
+            and feed.size + sum(leaf.numel() for leaf in leaves) < SMALL
+        )
         self._works = True
         self._now = Now(math.nan, math.nan, math.nan, math.nan)
         self._dialled: tuple[float, ...] = ()
@@ -128,7 +139,8 @@ class Program:
         if self._feed is not None:
             self._feed.fill()
         try:
-            self._run(measure)
+            with _threads(1 if self._small else torch.get_num_threads()):
+                self._run(measure)
             complete = bool(self._pieces.fine)  # the one time that a device is waited for
         except NotCompiledError as error:
             _warn(str(error))
@@ -260,7 +272,7 @@ class Program:
         state, lam = self._state, now.multiplier
         if not measure:
             return Info(state.k, lam, now.lower, upper_lr)
-        told = {name: value.clone() for name, value in self._pieces.told.items()}
+        told = {name: value[0].clone() for name, value in self._pieces.told.items()}
         lower = told[f"lower(x, {state.solution.name})"]
         return Info(
             state.k,
@@ -274,9 +286,20 @@ class Program:
         )
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Inside, torch has that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _warn(reason: str) -> None:
     warnings.warn(
         f"compile=True has no effect: {reason}. The run goes on without it, to the same result",
         CompileWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
