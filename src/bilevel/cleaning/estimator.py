@@ -35,16 +35,17 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         g(x, y) = 1/n sum_i x_i CE_i(y) + ridge ||y||^2,    f(x, y) = 1/m sum_j CE_j(y),
 
-    x_i in [0, 1]. What the model then takes each sample for, and how often each class was given each
-    label, make the probability that a label is right: its ``label_quality``. Labels that are more
-    probably wrong than right are issues, and the model that predicts is trained without them.
+    x_i in [0, 1]. What the model then takes each sample for, and how often each class was given
+    each label, make the probability that a label is right: its ``label_quality``. Labels that are
+    more probably wrong than right are issues, and the model that predicts is trained without them.
     Step sizes and ridge come from the data; ``settings_`` has what was chosen.
 
     Which samples are trusted is said to :meth:`fit`: samples of their own (``X_clean``,
     ``y_clean``), or rows of X (``trusted``). If nothing is said, a random part of the rows of each
     class, ``clean_fraction``, is taken as if it were right. That finds labels which disagree with
-    the majority of their like, no more: noise that those rows have too (one class systematically
-    taken for another) looks right. Trusted samples are worth having.
+    the majority of their like, no more: where one class is mostly given the label of another, that
+    looks right. ``label_quality`` is then p / (p + the largest of other classes' p), with p the
+    probability of the given label. Trusted samples are worth having.
 
     Args:
         model: any ``nn.Module`` that maps rows of features to one number per class, in the order
@@ -169,9 +170,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         cleaned = clean(
             self._learner,
             Task(
-                samples,
-                torch.from_numpy(codes),
-                *(torch.from_numpy(part) for part in (train, teaching, held, judged)),
+                rows=samples,
+                labels=torch.from_numpy(codes),
+                train=torch.from_numpy(train),
+                trusted=torch.from_numpy(teaching),
+                held=torch.from_numpy(held),
+                judged=torch.from_numpy(judged),
+                verified=named > 0,
             ),
             max_steps=self.max_steps,
             patience=self.patience,
@@ -325,12 +330,14 @@ def _part_of_each(codes: Array, fraction: float, rng: Any, least: int) -> npt.ND
 def _mask(name: str, wanted: Any, length: int) -> npt.NDArray[np.bool_]:
     """Which rows a mask or a list of numbers means."""
     wanted = np.asarray(wanted)
+    mask: npt.NDArray[np.bool_] = np.zeros(length, dtype=bool)
     if wanted.dtype == bool:
         if wanted.shape != (length,):
             raise ArgumentError(
                 f"{name} is a mask of shape {wanted.shape}, but X has {length} rows"
             )
-        return wanted
+        mask[:] = wanted
+        return mask
     if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name} must be a mask or the numbers of rows, not an array of {wanted.dtype} of "
@@ -341,7 +348,6 @@ def _mask(name: str, wanted: Any, length: int) -> npt.NDArray[np.bool_]:
             f"{name} names rows from {wanted.min()} to {wanted.max()}, but those of X are "
             f"numbered from 0 to {length - 1}"
         )
-    mask = np.zeros(length, dtype=bool)
     mask[wanted.astype(np.int64)] = True
     return mask
 

@@ -81,7 +81,7 @@ class Learner(ABC):
         """The logits of all rows."""
         if len(rows) == 0:
             return torch.zeros(0, self.classes)
-        places = torch.arange(len(rows)).split(chunk)
+        places = torch.split(torch.arange(len(rows)), chunk)
         return torch.cat([self.logits(y, rows.take(some)) for some in places])
 
     def weighted_loss(self, y: Any, features: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
@@ -109,7 +109,8 @@ class SoftmaxRegression(Learner):
         }
 
     def logits(self, y: Any, features: Tensor) -> Tensor:
-        return features @ y["weight"] + y["bias"]
+        logits: Tensor = features @ y["weight"] + y["bias"]
+        return logits
 
     def penalty(self, y: Any) -> Tensor:
         weight: Tensor = y["weight"]
@@ -158,9 +159,7 @@ class SoftmaxRegression(Learner):
         del held  # the optimum is unique
         kept = weights.nonzero().squeeze(1)
         features, labels, weights = rows.part(kept).everything(), labels[kept], weights[kept]
-        y = {
-            name: part.clone().requires_grad_() for name, part in (start or self.start()).items()
-        }
+        y = {name: part.clone().requires_grad_() for name, part in (start or self.start()).items()}
         optimizer = torch.optim.LBFGS(
             list(y.values()), max_iter=60, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
         )
@@ -199,7 +198,7 @@ class Module(Learner):
         return logits
 
     def penalty(self, y: Any) -> Tensor:
-        return torch.stack([(p * p).sum() for p in y.parameters() if p.requires_grad]).sum()
+        return torch.stack([(p * p).sum() for p in y.parameters()]).sum()
 
     @property
     def ridge(self) -> float:
@@ -242,10 +241,11 @@ class Module(Learner):
         for _ in range(_EPOCHS):
             module.train()
             order = kept[torch.randperm(len(kept), generator=generator)]
-            for index in order.split(self._batch_size):
+            for index in torch.split(order, self._batch_size):
                 optimizer.zero_grad()
                 loss = self.weighted_loss(module, rows.take(index), labels[index], weights[index])
-                (loss / len(index) + ridge * self.penalty(module)).backward()
+                loss = loss / len(index) + ridge * self.penalty(module)
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             if held is None:
                 continue

@@ -8,6 +8,11 @@ sample of class k was given the label j,
 p has to be calibrated: it is softmax(b * logits) with the b that suits held-back trusted samples
 best. T maximises the likelihood of the given labels, sum_i log sum_k p_i(k) T(k, j_i), which is
 concave; it is found by expectation maximisation.
+
+Calibrated on samples whose labels are as noisy as all others, p_i(j) is the probability that j was
+given, and T = 1 explains everything: every label seems right. Then only this can be said: the
+class is the one most often given to the like of sample i, and p_i(j) / (p_i(j) + max_k p_i(k)),
+k not j, is below 1/2 where that is not j.
 """
 
 from __future__ import annotations
@@ -63,3 +68,26 @@ def true_class(probabilities: Tensor, labels: Tensor, T: Tensor) -> Tensor:
 def quality(probabilities: Tensor, labels: Tensor, T: Tensor) -> Tensor:
     """P(the given label is right), of shape (n,)."""
     return true_class(probabilities, labels, T).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def agreement(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """p(given) / (p(given) + largest other p), of shape (n,)."""
+    given = labels.unsqueeze(1)
+    own = probabilities.gather(1, given).squeeze(1)
+    others = probabilities.scatter(1, given, 0.0).amax(1)
+    return own / (own + others)
+
+
+def judge(probabilities: Tensor, labels: Tensor, verified: bool) -> tuple[Tensor, Tensor]:
+    """How probable it is that each label is right, and T.
+
+    Args:
+        probabilities: of each class, calibrated.
+        labels: as given.
+        verified: whether they were calibrated on labels that are right.
+    """
+    if verified:
+        T = transitions(probabilities, labels)
+        return quality(probabilities, labels, T), T
+    taken_for = one_hot(probabilities.argmax(1), probabilities.shape[1]).to(probabilities.dtype)
+    return agreement(probabilities, labels), transitions(taken_for, labels)

@@ -18,10 +18,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -30,7 +31,8 @@ import bilevel
 from bilevel.cleaning import noise
 from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, Learner
 from bilevel.cleaning.rows import Rows
-from bilevel.minimize import History
+
+History: TypeAlias = dict[str, npt.NDArray[Any]]
 
 FOLDS = 3
 STEPS_UNWATCHED = 10
@@ -48,7 +50,8 @@ class Task:
         train: the numbers of those whose weights are learned.
         trusted: the numbers of those that teach them.
         held: the numbers of those, trusted too, that decide when to stop; may be empty.
-        judged: the numbers of those whose labels are judged.
+        judged: the numbers of those whose labels are judged, ``train`` among them.
+        verified: whether the trusted labels are right, and not only taken as right.
     """
 
     rows: Rows
@@ -57,6 +60,7 @@ class Task:
     trusted: Tensor
     held: Tensor
     judged: Tensor
+    verified: bool
 
     @property
     def held_samples(self) -> tuple[Rows, Tensor] | None:
@@ -97,8 +101,9 @@ def clean(
     """All four steps."""
     found = _learn_weights(learner, task, max_steps, patience, batch_size, seed)
     labels, held = task.labels, task.held_samples
-    by_weights = _calibrated(learner, found.model, task)
-    q = _quality(learner, found.model, by_weights, task, task.train)[0]
+    logits = learner.predict(found.model, task.rows.part(task.train))
+    probabilities = (_calibrated(learner, found.model, task) * logits).softmax(1)
+    q, _ = noise.judge(probabilities, labels[task.train], task.verified)
 
     weights = torch.zeros(len(labels))
     weights[task.train] = _passed(q)
@@ -115,19 +120,19 @@ def clean(
             others = weights
         unseen = learner.fit(task.rows, labels, others, ridge, held)
         logits[fold] = learner.predict(unseen, task.rows.part(fold))
-    probabilities = (sharpness * logits).softmax(1)
-    T = noise.transitions(probabilities[task.train], labels[task.train])
-    q = noise.quality(probabilities, labels, T)
+    probabilities = (sharpness * logits[task.judged]).softmax(1)
+    q, T = noise.judge(probabilities, labels[task.judged], task.verified)
 
-    weights[task.train] = _passed(q[task.train])
-    weights[task.held] = 1.0
+    weights[task.judged] = _passed(q)
+    if task.verified:
+        weights[task.held] = 1.0
     model = learner.fit(task.rows, labels, weights, ridge, held, start=model)
     return Cleaned(
         model=model,
         sharpness=sharpness,
         weights=found.weights,
-        probabilities=probabilities[task.judged],
-        quality=q[task.judged],
+        probabilities=probabilities,
+        quality=q,
         transitions=T,
         history=found.history,
         settings={
@@ -161,7 +166,7 @@ class _Weights:
     selected_step: int
     batch_size: int
     steps: int = 0
-    history: History | None = None
+    history: History = field(default_factory=dict)
 
 
 def _learn_weights(
@@ -221,15 +226,6 @@ def _passed(q: Tensor) -> Tensor:
 def _calibrated(learner: Learner, model: Any, task: Task) -> float:
     held = task.held_samples
     return 1.0 if held is None else noise.sharpness(learner.predict(model, held[0]), held[1])
-
-
-def _quality(
-    learner: Learner, model: Any, sharpness: float, task: Task, index: Tensor
-) -> tuple[Tensor, Tensor]:
-    """How probable the labels are right by this model, and T."""
-    probabilities = (sharpness * learner.predict(model, task.rows.part(index))).softmax(1)
-    T = noise.transitions(probabilities, task.labels[index])
-    return noise.quality(probabilities, task.labels[index], T), T
 
 
 def _choose_ridge(learner: Learner, task: Task, weights: Tensor) -> tuple[float, Any, float]:
