@@ -18,6 +18,15 @@ def grid(fixed: Settings, **choices: Sequence[Any]) -> list[Settings]:
     ]
 
 
+def minibatches(fixed: Settings) -> list[Settings]:
+    """For those that move the weights of a minibatch of 500: in a box, and by a sigmoid."""
+    fixed = {**fixed, "lower_lr": 0.3}
+    return [
+        *grid(fixed, box=[True], per_visit=(1.0, 2.0, 4.0)),
+        *grid(fixed, box=[False], per_visit=[16.0]),
+    ]
+
+
 @dataclass(frozen=True)
 class Contestant:
     """Something that cleans labels.
@@ -53,26 +62,11 @@ LINEUP = [
     Contestant(
         "bilevel F2SA, minibatches",
         "f2sa",
-        grid(
-            {"sweep": False, "inner_steps": 1, "batch_size": 500, "lower_lr": 0.3, "chunk": 10},
-            per_visit=(8.0, 16.0),
-            multiplier=(5.0, 10.0),
-        ),
+        minibatches({"sweep": False, "inner_steps": 1, "batch_size": 500, "chunk": 10}),
         own=True,
     ),
-    Contestant(
-        "JAX F2SA",
-        "jax_f2sa",
-        grid({"lower_lr": 0.3}, per_visit=(8.0, 16.0), multiplier=(5.0, 10.0)),
-        needs=("jax",),
-    ),
-    Contestant(
-        "JAX SOBA",
-        "jax_soba",
-        grid({"lower_lr": 0.3}, per_visit=(8.0, 16.0))
-        + grid({"lower_lr": 0.3, "box": True}, per_visit=(1.0, 2.0)),
-        needs=("jax",),
-    ),
+    Contestant("JAX F2SA", "jax_f2sa", minibatches({}), needs=("jax",)),
+    Contestant("JAX SOBA", "jax_soba", minibatches({}), needs=("jax",)),
     Contestant(
         "jaxopt, implicit",
         "jaxopt_implicit",
@@ -82,7 +76,7 @@ LINEUP = [
     Contestant(
         "boat-torch, PGDO",
         "boat_pgdo",
-        grid({"lower_lr": 0.3, "chunk": 4}, per_visit=(8.0, 16.0), multiplier=(5.0, 10.0)),
+        minibatches({"chunk": 4}),
         needs=("boat-torch", "higher", "matplotlib"),
     ),
     Contestant(

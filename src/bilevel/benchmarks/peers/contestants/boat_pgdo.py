@@ -17,8 +17,28 @@ from bilevel.benchmarks.peers.contestants.torch_task import TorchTask
 from bilevel.benchmarks.peers.task import Task
 
 
-class Holder(torch.nn.Module):
-    """Holds one tensor."""
+class Weights(torch.nn.Module):
+    """Holds x, which are the weights or, without a box, what their sigmoids are taken of."""
+
+    def __init__(self, count: int, box: bool) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.full((count,), float(box)))
+        self.box = box
+
+    def forward(self, index: Tensor | slice = slice(None)) -> Tensor:
+        """The weights of these samples."""
+        x = self.value[index]
+        return x if self.box else torch.sigmoid(x)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Back into the box."""
+        if self.box:
+            self.value.clamp_(0, 1)
+
+
+class Regression(torch.nn.Module):
+    """Holds y."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -28,8 +48,7 @@ class Holder(torch.nn.Module):
 def lower(feed: dict[str, Any], upper_model: Any, lower_model: Any, **_: Any) -> Tensor:
     """BOAT finds its losses by their names."""
     features, labels, index = feed["batch"]
-    weights = torch.sigmoid(upper_model.value[index])
-    loss: Tensor = feed["task"].weighted(weights, lower_model.value, features, labels)
+    loss: Tensor = feed["task"].weighted(upper_model(index), lower_model.value, features, labels)
     return loss
 
 
@@ -45,13 +64,14 @@ def solve(
     seed: int,
     lower_lr: float,
     per_visit: float,
-    multiplier: float,
+    multiplier: float = 5.0,
+    box: bool = True,
     batch_size: int = 500,
     chunk: int = 1,
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the weights; ``per_visit`` is the step of x_i each time that sample i is drawn."""
     data = TorchTask(task, seed)
-    x, y = Holder(torch.zeros(len(data.labels))), Holder(data.start)
+    x, y = Weights(len(data.labels), box), Regression(data.start)
     # BOAT divides its loss by the multiplier
     upper_lr = per_visit * batch_size * max(multiplier, 1.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,5 +113,6 @@ def solve(
                 lower_feed = {"task": data, "batch": data.batch(batch_size)}
                 upper_feed = {"task": data, "batch": data.trusted_batch(batch_size)}
                 problem.run_iter(lower_feed, upper_feed, current_iter=step)
+                x.project()
                 step += 1
-            yield torch.sigmoid(x.value.detach()).numpy()
+            yield x().detach().numpy()

@@ -21,6 +21,7 @@ def solve(
     *,
     seed: int,
     sweep: bool,
+    box: bool = True,
     per_visit: float,
     lower_lr: float,
     momentum: float = 0.0,
@@ -29,20 +30,20 @@ def solve(
     inner_steps: int = 20,
     chunk: int = 1,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Weights in a box and a sweep over all samples for their direction, or shared minibatches.
+    """Yield the weights.
 
     Args:
         task: the data.
         seed: of the minibatches.
-        sweep: the direction of x comes from all samples, and x are the weights; otherwise it comes
-            from the last minibatch, and the weights are sigmoid(x).
+        sweep: the direction of x comes from all samples; otherwise from the last minibatch.
+        box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
         per_visit: the step of x_i each time that sample i is in its direction.
         lower_lr, momentum: of y and z.
         multiplier, batch_size, inner_steps: of F2SA.
         chunk: outer steps after which weights are given.
     """
     data = TorchTask(task, seed)
-    weight: Callable[[Tensor], Tensor] = (lambda x: x) if sweep else torch.sigmoid
+    weight: Callable[[Tensor], Tensor] = (lambda x: x) if box else torch.sigmoid
     visited = len(data.labels) if sweep else batch_size
 
     def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -58,7 +59,7 @@ def solve(
         else {"lower_lr": lower_lr}
     )
     solver = bilevel.Solver(
-        bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1) if sweep else None),
+        bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1) if box else None),
         bilevel.F2SA(
             upper_lr=per_visit * visited,
             multiplier=multiplier,
@@ -66,7 +67,7 @@ def solve(
             single_pass=not sweep,
             **lower_steps,
         ),
-        torch.full((len(data.labels),), float(sweep)),
+        torch.full((len(data.labels),), float(box)),
         data.start,
         upper_data=(data.trusted_features, data.trusted_labels),
         lower_data=(data.features, data.labels, data.index),

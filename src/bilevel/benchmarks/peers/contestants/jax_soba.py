@@ -21,7 +21,7 @@ def solve(
     seed: int,
     lower_lr: float,
     per_visit: float,
-    box: bool = False,
+    box: bool = True,
     batch_size: int = 500,
     chunk: int = 10,
 ) -> Iterator[npt.NDArray[np.float32]]:

@@ -21,7 +21,7 @@ def solve(
     *,
     seed: int,
     lower_steps: int,
-    adjoint_steps: int,
+    adjoint_steps: int = 10,
     per_visit: float,
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the weights, which are x itself, in [0, 1].
