@@ -161,7 +161,11 @@ class SoftmaxRegression(Learner):
         features, labels, weights = rows.part(kept).everything(), labels[kept], weights[kept]
         y = {name: part.clone().requires_grad_() for name, part in (start or self.start()).items()}
         optimizer = torch.optim.LBFGS(
-            list(y.values()), max_iter=60, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
+            list(y.values()),
+            max_iter=60,
+            tolerance_grad=1e-5,
+            history_size=10,  # of two vectors as large as y each
+            line_search_fn="strong_wolfe",
         )
         total = weights.sum()
 
