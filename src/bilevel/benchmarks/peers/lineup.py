@@ -82,13 +82,13 @@ LINEUP = [
     Contestant(
         "torchopt, unrolled",
         "torchopt_unrolled",
-        grid({}, lower_lr=(0.3, 0.5), upper_lr=(2e3, 1e4)),
+        grid({}, lower_lr=(0.3, 0.5), upper_lr=(500.0, 2000.0)),
         needs=("torchopt",),
     ),
     Contestant(
         "higher, unrolled",
         "higher_unrolled",
-        grid({}, lower_lr=(0.3, 0.5), upper_lr=(2e3, 1e4)),
+        grid({}, lower_lr=(0.3, 0.5), upper_lr=(500.0, 2000.0)),
         needs=("higher",),
     ),
 ]
