@@ -203,6 +203,18 @@ def bench_peers(
     _bench(race, json_file, threads=1, data_dir=data_dir, **options)
 
 
+@bench_app.command("cleaning")
+def bench_cleaning(
+    seed: Seed = 0,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What LabelCleaner finds among the labels of MNIST, and how long it takes."""
+    from bilevel.benchmarks import cleaning
+
+    _bench(cleaning, json_file, threads=1, seed=seed, data_dir=data_dir)
+
+
 def _bench(
     benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
 ) -> None:
