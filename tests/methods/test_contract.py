@@ -454,13 +454,18 @@ print(*advance(100), *advance(10_000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-@cases
-def test_memory_after_10000_steps_is_that_after_100(case: Case) -> None:
-    loops = {"inner_steps", "neumann_steps", "cg_steps"}
-    mine = {field.name for field in fields(METHODS[case.name])}  # type: ignore[arg-type]
-    settings = dict.fromkeys(mine & loops, 1)  # 10,000 of the shortest steps
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [*((case.name, False) for case in CASES), ("f2sa", True)],
+    ids=lambda value: {True: "auto", False: ""}.get(value, value),
+)
+def test_memory_after_10000_steps_is_that_after_100(name: str, found: bool) -> None:
+    mine = {field.name for field in fields(METHODS[name])}  # type: ignore[arg-type]
+    # 10,000 of the shortest steps
+    settings = dict.fromkeys(mine & {"inner_steps", "neumann_steps", "cg_steps"}, 1)
+    rates = {} if found else dict.fromkeys(mine & {"lower_lr", "upper_lr"}, 0.1)
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FLAT, case.name, json.dumps(settings)],
+        [sys.executable, "-W", "error", "-c", FLAT, name, json.dumps({**settings, **rates})],
         capture_output=True,
         text=True,
         check=True,
