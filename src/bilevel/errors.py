@@ -129,3 +129,7 @@ class MultiplierWarning(BilevelWarning):
 
 class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
+
+
+class CompileWarning(BilevelWarning):
+    """``compile=True`` was asked for, but something cannot be compiled; the message says what."""

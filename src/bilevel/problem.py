@@ -246,11 +246,14 @@ class Phi:
     terms: dict[str, Tensor]
     leaves: list[Tensor]
 
-    def at(self, multiplier: float) -> Tensor:
+    def at(self, multiplier: float | Tensor) -> Tensor:
         """The scalar for one multiplier."""
         if self.lower is None:
             assert self.upper is not None, "a sample without any term"
             return self.upper
+        if isinstance(multiplier, Tensor):
+            scaled = multiplier.to(self.lower.dtype) * self.lower
+            return scaled if self.upper is None else self.upper + scaled
         if self.upper is None:
             return multiplier * self.lower
         return torch.add(self.upper, self.lower, alpha=multiplier)
@@ -275,7 +278,7 @@ def evaluate(
     x: Variable,
     points: Sequence[Variable],
     samples: Sequence[Sample],
-    rewind: Rewind | None = None,
+    rewind: Callable[[], None] | None = None,
 ) -> Phi:
     """Phi(x, {y_i}), where the terms of point i are evaluated on ``samples[i]``.
 
@@ -322,7 +325,7 @@ def _terms(
     x: Variable,
     points: Sequence[Variable],
     samples: Sequence[Sample],
-    rewind: Rewind | None,
+    rewind: Callable[[], None] | None,
 ) -> Iterator[tuple[str, float, float, Tensor]]:
     """Each term of Phi: its name, its weight as f and as g (one of them 0), and its value."""
     if rewind is None:

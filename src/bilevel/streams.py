@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
@@ -203,6 +204,35 @@ class Indexed(Stream):
         self._generator.set_state(self._block_state)
         self._refill(state["block"])  # the same state gives the same block again
         self._used = state["used"]
+
+
+class Rows(Indexed):
+    """Tensors with one first dimension; whoever knows them can gather the rows himself.
+
+    Attributes:
+        rows: a tensor, or a tuple or dict of tensors.
+        length: how many rows there are.
+        size: how many numbers they hold.
+        batch_size: rows per minibatch; None: all of them every time.
+        device: where they lie.
+    """
+
+    def __init__(self, rows: Any, tensors: list[Tensor], batch_size: int | None, seed: int) -> None:
+        self.rows = rows
+        self.length = len(tensors[0])
+        self.size = sum(tensor.numel() for tensor in tensors)
+        self.batch_size = batch_size
+        self.device = tensors[0].device
+        super().__init__(self.length, partial(take_rows, rows), batch_size, seed, self.device)
+
+    def ahead(self, batches: int, size: int) -> Tensor:
+        """The numbers of the rows of the next minibatches, each of ``size``, one per row.
+
+        The stream moves on as if they had been taken one by one.
+        """
+        if self._used + batches * size <= len(self._block):
+            return self._indices(batches * size).view(batches, size)
+        return torch.stack([self._indices(size) for _ in range(batches)])
 
 
 class Sampled(Stream):
@@ -447,7 +477,7 @@ def stream_of(
         tensors = _tensors(name, rows)
         length = len(tensors[0])
         _check_sizes(name, length, batch_size, direction_batch_size)
-        return Indexed(length, lambda i: _index(rows, i), batch_size, seed, tensors[0].device)
+        return Rows(rows, tensors, batch_size, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _dataset_stream(name, data, batch_size, direction_batch_size, seed, device)
     if isinstance(data, IterableDataset):
@@ -528,15 +558,16 @@ def _check_sizes(
         )
 
 
-def _index(data: Any, rows: Tensor | slice) -> Any:
+def take_rows(data: Any, rows: Tensor | slice) -> Any:
+    """The chosen rows of a tensor, or of each tensor in a tuple or dict."""
     if isinstance(data, Tensor):
         # several times as fast as data[rows], which can do much more
         return data[rows] if isinstance(rows, slice) else data.index_select(0, rows)
     if isinstance(data, Mapping):
-        return {key: _index(value, rows) for key, value in data.items()}
+        return {key: take_rows(value, rows) for key, value in data.items()}
     if hasattr(data, "_fields"):
-        return type(data)(*(_index(value, rows) for value in data))
-    return tuple([_index(value, rows) for value in data])
+        return type(data)(*(take_rows(value, rows) for value in data))
+    return tuple([take_rows(value, rows) for value in data])
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

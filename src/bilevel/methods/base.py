@@ -173,16 +173,16 @@ class Tally:
                 wanted.append(("lower", self._problem.g, y, sample.lower, sample.lower_share))
         for level, objective, y, batch, share in wanted:
             name = f"{level}(x, {y.name})"
-            if not share:
-                continue
-            if name not in terms:
+            if name in terms:
+                value = terms[name].detach()
+            elif share:
                 # what is only reported must not move the run: not its buffers, not its randomness
                 cuda = [x.device] if x.device.type == "cuda" else []
                 with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
                     value = share * objective(x, y, batch)
                 self._watch.numbers([name], [value])
             else:
-                value = terms[name].detach()
+                continue
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def info(
