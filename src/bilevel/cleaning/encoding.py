@@ -437,7 +437,9 @@ def _as_text(values: Array) -> list[str]:
 def _what(value: float) -> str:
     if np.isnan(value):
         return "a missing value (NaN)"
-    return "an infinite value" if np.isinf(value) else f"the value {value:g}, too large to work with"
+    return (
+        "an infinite value" if np.isinf(value) else f"the value {value:g}, too large to work with"
+    )
 
 
 def _check_kind(samples: Samples, kind: type[Samples], wanted: str) -> None:

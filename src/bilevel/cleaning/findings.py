@@ -239,7 +239,8 @@ def _checked_labels(samples: Samples, trusted: Samples) -> tuple[Any, Any]:
 
 def _in_steps(values: Any) -> npt.NDArray[np.int64]:
     # what is below a threshold on the grid stays below it, what is at it stays there
-    return np.floor(np.asarray(values) * GRID).astype(np.int64)
+    steps: npt.NDArray[np.int64] = np.floor(np.asarray(values) * GRID).astype(np.int64)
+    return steps
 
 
 def _as_counted(label: str) -> list[tuple[int, int, str]]:

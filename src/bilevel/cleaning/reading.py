@@ -178,7 +178,7 @@ def _read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFr
                 f"{printable(path)} has more than one column named {listed(twice)}; rename them"
             )
         frame = _parsed(path, separator, header, text)
-        truths = frame.columns[frame.dtypes == bool]
+        truths = frame.select_dtypes(bool).columns
         if len(truths):  # TRUE, true and True are the user's, and stay as they are written
             frame = _parsed(path, separator, header, {*text, *truths})
     except UnicodeDecodeError as error:
@@ -196,18 +196,10 @@ def _read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFr
                     f"{printable(path)} is separated by {other!r}, not by {separator!r}; save it "
                     f"with commas, or with tabs as .tsv"
                 )
-    short = frame[frame.columns[-1]].isna().to_numpy()
-    if short.any():
-        raise InputError(
-            f"{printable(path)}: row {int(short.argmax())} (the first is 0) has fewer than "
-            f"{len(header)} fields"
-        )
     return frame
 
 
-def _parsed(
-    path: Path, separator: str, header: list[str], text: Collection[str]
-) -> pd.DataFrame:
+def _parsed(path: Path, separator: str, header: list[str], text: Collection[str]) -> pd.DataFrame:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
         return pd.read_csv(

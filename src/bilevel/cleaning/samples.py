@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 Labels: TypeAlias = npt.NDArray[np.str_]
 
+
 class Samples(ABC):
     """Things that have a label each.
 

@@ -75,7 +75,8 @@ class CleanedModel:
             samples: a file or a folder of the kind that the model was trained on (labels are not
                 looked at), a DataFrame, or an array.
         """
-        return np.array(self.classes)[self._logits(samples).argmax(1).numpy()]
+        labels: Array = np.array(self.classes)[self._logits(samples).argmax(1).numpy()]
+        return labels
 
     def predict_proba(self, samples: Any) -> Array:
         """The probability of each class, in the order of ``classes``."""

@@ -413,7 +413,7 @@
     for (const cell of document.querySelectorAll("#matrix td[data-given]")) {
       const { given: i, predicted: j } = cell.dataset;
       const count = counts.get(`${i} ${j}`) || 0;
-      cell.style.setProperty("--heat", Math.sqrt(count / largest).toFixed(3));
+      cell.style.setProperty("--heat", (count / largest).toFixed(3));
       const chosen = state.given === i && state.predicted === j;
       cell.classList.toggle("chosen", chosen);
       if (!count) {
