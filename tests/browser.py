@@ -36,8 +36,10 @@ _FLAGS = (
 )
 _BECOME = (
     "import os, sys; a, b = map(int, sys.argv[1:3]); a, b = os.dup(a), os.dup(b);"
-    "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
+    "os.dup2(a, 3); os.dup2(b, 4); os.set_inheritable(3, True); os.set_inheritable(4, True);"
+    "os.execv(sys.argv[3], sys.argv[3:])"
 )
+_CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
 _PATIENCE = 120.0  # seconds without an answer before the browser is given up
 
 
@@ -79,6 +81,17 @@ class Page:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
 
+    def text(self, selector: str) -> str:
+        """What an element says."""
+        found: str = self.run(f"document.querySelector({json.dumps(selector)}).textContent.trim()")
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        """What all such elements say."""
+        script = f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
+        found: list[str] = self.run(script)
+        return found
+
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Go to a file and wait until it is loaded."""
         self.send(
@@ -117,9 +130,36 @@ class Page:
 
     def press(self, key: str) -> None:
         """A key, as from a keyboard, to what has the focus."""
+        about: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": _CODES.get(key, 0)}
         text = {"text": key} if len(key) == 1 else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+        self.send("Input.dispatchKeyEvent", type="keyDown", **about, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def click(self, selector: str) -> None:
+        """The left button of a mouse, on the middle of an element."""
+        x, y = self.run(
+            f"""(() => {{
+                const element = document.querySelector({json.dumps(selector)});
+                element.scrollIntoView({{ block: "center", behavior: "instant" }});
+                const box = element.getBoundingClientRect();
+                return [box.left + box.width / 2, box.top + box.height / 2];
+            }})()"""
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.settle()
+
+    def choose(self, selector: str, value: str) -> None:
+        """A value for a field, with the events that a user's choice has."""
+        self.run(
+            f"""(() => {{
+                const element = document.querySelector({json.dumps(selector)});
+                element.value = {json.dumps(value)};
+                for (const name of ["input", "change"])
+                    element.dispatchEvent(new Event(name, {{ bubbles: true }}));
+            }})()"""
+        )
+        self.settle()
 
     def downloaded(self, name: str) -> bytes:
         """The content of a file, once it is there whole."""
