@@ -23,14 +23,15 @@ from bilevel.cleaning.report.curves import curves
 if TYPE_CHECKING:
     from bilevel.cleaning.findings import Findings
 
-CLASSES_SHOWN = 20
+CLASSES_SHOWN = 16
 """Rows and columns of the matrix: the classes with the most suspect labels."""
 
 _COLUMNS = 5  # of a table that are shown for every row
 _DETAILED = 1000  # rows, the most suspicious, that are shown with all columns
 _DETAILS = 40  # of these columns
 _LONGEST = 2000  # characters of one value there
-_EXCERPTS = 4_000_000  # characters of all values that are shown for every row
+_EXCERPTS = 6_000_000  # characters of all texts that are shown for every row
+_SHORT = 28  # characters of a value that fits into a narrow column
 _IMAGES = 4000
 _IMAGE_BYTES = 6_000_000
 _IMAGE_SIDE = 112
@@ -90,7 +91,9 @@ def _data(findings: Findings) -> dict[str, Any]:
     every = np.arange(len(samples))
     shown = findings.encoder.shown(samples)
     columns = shown[:_COLUMNS]
-    longest = int(np.clip(_EXCERPTS / max(1, len(samples) * len(columns)), 24, 240))
+    values = [samples.values(column, every) for column in columns]
+    long = [max(map(len, some[:1000])) > _SHORT for some in values]
+    longest = int(np.clip(_EXCERPTS / (len(samples) * max(1, sum(long))), _SHORT, 300))
     data: dict[str, Any] = {
         "name": samples.name,
         "noun": samples.noun,
@@ -103,7 +106,8 @@ def _data(findings: Findings) -> dict[str, Any]:
         "weight": findings.weight.tolist(),
         "ids": None if samples.ids is None else [name[:_LONGEST] for name in samples.ids],
         "columns": columns,
-        "cells": [[_cut(v, longest) for v in samples.values(c, every)] for c in columns],
+        "long": long,
+        "cells": [[_cut(value, longest) for value in some] for some in values],
         "details": _details(findings, worst[:_DETAILED], shown[:_DETAILS]),
         "images": _images(findings, worst[:_IMAGES]),
     }
@@ -160,6 +164,8 @@ def _matrix(findings: Findings) -> dict[str, Any]:
             for i in chosen
         ],
         "largest": max(1, int(counts.max())),
+        "narrow": len(chosen) > 12
+        or (len(chosen) > 6 and any(len(findings.classes[j]) > 4 for j in chosen)),
         "left_out": len(findings.classes) - len(chosen),
     }
 

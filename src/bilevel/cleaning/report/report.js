@@ -209,7 +209,7 @@
   };
 
   const heading = (title, key, kind) => {
-    if (!key) return make("th", { scope: "col", class: kind }, title);
+    if (!key) return make("th", { scope: "col", class: kind, title }, title);
     const sorted = state.sort === key;
     return make(
       "th",
@@ -279,7 +279,7 @@
       make("td", { class: "label" }, suggestion(row)),
       make("td", { class: "score" }, meter(row)),
       make("td", { class: "score" }, score(data.weight[row])),
-      ...data.cells.map((column) => make("td", { class: "cell" }, column[row])),
+      ...data.cells.map((column, i) => make("td", { class: data.long[i] ? "cell long" : "cell" }, column[row])),
       make("td", { class: "do" }, choices(row), opener),
     );
     mark(element, row);
