@@ -45,11 +45,11 @@ def put(name: str, column: str, row: int, value: Any) -> Callable[[Paths], None]
     return edit(name, change)
 
 
-def text(name: str, change: Callable[[str], str]) -> Callable[[Paths], None]:
+def text(name: str, change: Callable[[str], str]) -> Callable[[Paths], Any]:
     return lambda paths: paths[name].write_text(change(paths[name].read_text()))
 
 
-def content(name: str, data: bytes) -> Callable[[Paths], None]:
+def content(name: str, data: bytes) -> Callable[[Paths], Any]:
     return lambda paths: paths[name].write_bytes(data)
 
 
@@ -71,6 +71,22 @@ def at(row: int, value: float) -> Callable[[Any], Any]:
         return X
 
     return change
+
+
+def empty_folders(paths: Paths) -> None:
+    for file in paths["train"].rglob("*.png"):
+        file.unlink()
+
+
+def one_array(paths: Paths) -> None:
+    np.save(paths["train"].with_suffix(".npy"), np.zeros(3))
+    paths["train"].with_suffix(".npy").replace(paths["train"])
+
+
+def something_there(paths: Paths) -> None:
+    out = paths["train"].parent / "out"
+    out.mkdir()
+    (out / "mine.txt").touch()
 
 
 class Bomb:
@@ -187,9 +203,7 @@ CASES: dict[str, Case] = {
         "1 images in no folder of a class, such as 'loose.png'",
         (),
     ),
-    "no images": Case(
-        IMAGES, lambda p: [f.unlink() for f in p["train"].rglob("*.png")], "has no images in it", ()
-    ),
+    "no images": Case(IMAGES, empty_folders, "has no images in it", ()),
     "label of a folder": Case(IMAGES, lambda p: 0, "leave out --label"),
     # files that are not what their names say
     "PNG named csv": Case(CSV, content("train", PNG), "is not text: it is a PNG image"),
@@ -213,10 +227,7 @@ CASES: dict[str, Case] = {
     ),
     "array named npz": Case(
         NPZ,
-        lambda p: (
-            np.save(p["train"].with_suffix(".npy"), np.zeros(3))
-            or p["train"].with_suffix(".npy").replace(p["train"])
-        ),
+        one_array,
         "not an NPZ file: it is a NumPy array (NPY)",
         (),
     ),
@@ -259,7 +270,7 @@ CASES: dict[str, Case] = {
     # where results go
     "output not empty": Case(
         CSV,
-        lambda p: (p["train"].parent / "out").mkdir() or (p["train"].parent / "out/x").touch(),
+        something_there,
         "is not empty; name another folder, or replace the results in it by --overwrite",
     ),
     "output is a file": Case(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bilevel.cleaning.findings import Findings
 
 CLASSES_SHOWN = 16
-"""Rows and columns of the matrix: the classes with the most suspect labels."""
+"""Rows and columns of the matrix: the most confused pairs, and classes with the most suspects."""
 
 _COLUMNS = 5  # of a table that are shown for every row
 _DETAILED = 1000  # rows, the most suspicious, that are shown with all columns
@@ -149,6 +149,8 @@ def _matrix(findings: Findings) -> dict[str, Any]:
     """Counts of suspect labels, given against predicted, for the classes that have the most."""
     counts = findings.confusions
     involved = counts.sum(0) + counts.sum(1)
+    for pair in findings.most_confused(CLASSES_SHOWN // 4):  # those have to be among them
+        involved[[findings.classes.index(name) for name in pair[:2]]] += counts.sum()
     chosen = np.sort(np.argsort(-involved, kind="stable")[:CLASSES_SHOWN])
     totals = np.bincount(findings.given, minlength=len(findings.classes))
     return {
