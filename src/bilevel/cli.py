@@ -125,6 +125,7 @@ def clean(
             tell=tell,
         )
         tell("writing")
+        _check_folders(json_file)
         _checked(found.write, folder=out, overwrite=overwrite)
     _tell_findings(found, out)
     _write_json(json_file, found.to_json())

@@ -248,6 +248,11 @@ CASES: dict[str, Case] = {
         "ends in '.xlsx'",
     ),
     "no such file": Case(CSV, lambda p: p["train"].unlink(), "train.csv does not exist"),
+    "a name that is too long": Case(
+        lambda a, f: {**CSV(a, f), "train": f / f"{'x' * 300}.csv"},
+        lambda p: 0,
+        "cannot be read: File name too long",
+    ),
     # CSV
     "too many fields": Case(
         CSV,

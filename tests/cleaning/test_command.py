@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -17,14 +18,14 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from bilevel.cleaning import load_model
-from bilevel.cleaning import report as report_module
 from bilevel.cleaning.encoding import Category, Number, TableEncoder, Text, fit
 from bilevel.cleaning.findings import clean, clean_files
 from bilevel.cleaning.folder import written
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.samples import open_image
+from bilevel.cleaning.saved import CleanedModel
 from bilevel.cli import app
-from bilevel.errors import ArgumentError, InputError, OutputError
+from bilevel.errors import ArgumentError, InputError
 from tests.cleaning.files import Animals
 
 runner = CliRunner()
@@ -290,13 +291,17 @@ def test_what_fails_in_the_end_leaves_nothing(
     paths = animals.write_npz(tmp_path)
     before = sorted(tmp_path.rglob("*"))
 
-    def fail(findings: Any) -> str:
-        raise OutputError("the disk is full")
+    def fail(model: Any, folder: Path) -> None:
+        (folder / "model.json").write_text("half of")
+        raise OSError("the disk is full")
 
-    monkeypatch.setattr(report_module, "render", fail)
+    monkeypatch.setattr(CleanedModel, "save", fail)
     output = run(paths, tmp_path / "deep" / "out", code=1)
-    assert "the disk is full" in output
+    assert "out cannot be written: the disk is full" in output
     assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "out").mkdir()
+    run(paths, tmp_path / "out", code=1)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_results_may_be_read_by_whom_the_system_lets_read(tmp_path: Path) -> None:
@@ -329,6 +334,25 @@ def test_large_and_mixed_images_are_brought_to_one_size(animals: Animals, tmp_pa
     encoder = fit(samples)
     assert encoder.encode(samples).shape == (240, 32 * 32 * 3)
     assert "32 x 32" in encoder.notices[0]
+
+
+def test_names_of_images_may_be_anything(animals: Animals, tmp_path: Path) -> None:
+    """Markup, quotes, commas, line ends, and bytes that are no text."""
+    paths = animals.write_images(tmp_path)
+    strange = '<img src=x onerror=alert(1)>, "b"\n'
+    for part in paths.values():
+        (part / "bee").rename(part / strange)
+    some = sorted((paths["train"] / strange).iterdir())
+    some[0].rename(some[0].with_name("<script>.png"))
+    some[1].rename(os.fsdecode(os.fsencode(some[1].parent) + b"/\xff.png"))
+    run(paths, tmp_path / "out")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv")
+    assert set(table["given_label"]) == {"ant", strange, "cat"}
+    assert {f"{strange}/<script>.png", f"{strange}/\\xff.png"} < set(table["id"])
+    assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
+    model = load_model(tmp_path / "out")
+    assert strange in model.classes
+    assert set(model.predict(paths["fresh"])) <= set(model.classes)
 
 
 def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from bilevel.cleaning.samples import (
     ImageSamples,
     Samples,
     TableSamples,
+    glance,
     open_image,
 )
 from bilevel.errors import InputError
@@ -177,12 +178,9 @@ class ImageEncoder(Encoder):
 
     @classmethod
     def fitted(cls, samples: ImageSamples) -> ImageEncoder:
-        sizes, grey = set(), True
-        for file in samples.files:
-            image = open_image(file)
-            sizes.add(image.size)
-            grey = grey and image.mode == "L"
-        mode = "L" if grey else "RGB"
+        seen = set(map(glance, samples.files))
+        sizes = {size for size, _ in seen}
+        mode = "L" if all(grey for _, grey in seen) else "RGB"
         if len(sizes) == 1 and max(next(iter(sizes))) <= SIDE:
             return cls(*next(iter(sizes)), mode)
         notice = f"Images are seen at {SIDE} x {SIDE} pixels."

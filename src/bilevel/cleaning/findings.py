@@ -18,9 +18,9 @@ from bilevel.cleaning import folder as folders
 from bilevel.cleaning.encoding import ColumnChoices, Encoder
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import listed, read
-from bilevel.cleaning.samples import Samples
+from bilevel.cleaning.samples import Samples, printable
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS, CleanedModel
-from bilevel.errors import InputError
+from bilevel.errors import InputError, OutputError
 
 LABELS, REPORT = "labels.csv", "report.html"
 
@@ -103,10 +103,16 @@ class Findings:
         """Write labels, model and report; all of them or none."""
         from bilevel.cleaning import report
 
-        with folders.written(folder, overwrite) as part:
-            self.table().to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
-            self.model().save(part)
-            (part / REPORT).write_text(report.render(self), encoding="utf-8")
+        table, page = self.table(), report.render(self)
+        try:
+            with folders.written(folder, overwrite) as part:
+                table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
+                self.model().save(part)
+                (part / REPORT).write_text(page, encoding="utf-8")
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(f"{printable(folder)} cannot be written: {error}") from error
 
     def summary(self) -> list[str]:
         """What was found, in four lines."""

@@ -23,7 +23,7 @@ def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
     """
     name = printable(folder)
     for given in inputs:
-        if given.is_dir() and folder.resolve().is_relative_to(given.resolve()):
+        if os.path.isdir(given) and folder.resolve().is_relative_to(given.resolve()):
             raise OutputError(f"--out {name} lies in {printable(given)}, which holds samples")
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--out {name} is a file, not a folder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -65,6 +66,15 @@ def read(
     Raises:
         InputError: the file is not what its name says, or has not what is needed.
     """
+    try:
+        return _read(path, label, id_column, labelled, text)
+    except OSError as error:
+        raise InputError(f"{printable(path)} cannot be read: {error.strerror}") from error
+
+
+def _read(
+    path: Path, label: str | None, id_column: str | None, labelled: bool, text: Collection[str]
+) -> Samples:
     if path.is_dir():
         if label is not None or id_column is not None:
             raise InputError(
@@ -230,7 +240,7 @@ def _read_parquet(path: Path, label: str | None, text: Collection[str]) -> pd.Da
     try:
         table = pyarrow.parquet.read_table(path)
         frame: pd.DataFrame = table.to_pandas(ignore_metadata=True)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{printable(path)} cannot be read as Parquet: {error}") from error
     return frame.drop(columns="__index_level_0__", errors="ignore")
 
@@ -248,14 +258,17 @@ def _read_npz(path: Path, label: str, labelled: bool) -> ArraySamples:
         raise InputError(f"{printable(path)} is not an NPZ file{_but(path)}")
     found: dict[str, Array] = {}
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             for wanted in ("X", label) if labelled else ("X",):
                 if wanted not in arrays.files:
                     raise InputError(
                         f"{name} has no array {wanted!r}; it has {listed(arrays.files)}"
                     )
                 found[wanted] = arrays[wanted]
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (
+        *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error),
+        *(NotImplementedError, RuntimeError),  # compressed or encrypted as nothing here can read
+    ) as error:
         if isinstance(error, InputError):
             raise
         hint = "; arrays of Python objects are never loaded" if "pickle" in str(error) else ""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = npt.NDArray[Any]
 Labels: TypeAlias = npt.NDArray[np.str_]
+
+_GREY = ("1", "L")  # modes of Pillow's
 
 
 class Samples(ABC):
@@ -179,28 +185,43 @@ class ImageSamples(Samples):
 
 def open_image(path: Path) -> Image.Image:
     """The image upright, in grey ("L") or in colour ("RGB"), on white where it is transparent."""
-    import warnings
-
     from PIL import Image, ImageOps
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                image = ImageOps.exif_transpose(file)
-                image.load()
-    except (
-        *(OSError, SyntaxError, ValueError, EOFError),  # all of which Pillow's decoders raise
-        *(Image.DecompressionBombError, Image.DecompressionBombWarning),
-    ) as error:
-        raise InputError(f"{printable(path)} cannot be read as an image: {error}") from error
+    with _opened(path) as file:
+        image = ImageOps.exif_transpose(file)
+        image.load()
     if image.mode.startswith(("I", "F")):
         return Image.fromarray(_eight_bits(np.asarray(image)))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         paper = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(paper, image).convert("RGB")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    return image.convert("L" if image.mode in _GREY else "RGB")
+
+
+def glance(path: Path) -> tuple[tuple[int, int], bool]:
+    """The size of an image and whether it is grey, from the beginning of its file."""
+    with _opened(path) as image:
+        grey = image.mode.startswith(("I", "F")) or image.mode in _GREY
+        return image.size, grey and not image.has_transparency_data
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damage that can be read past
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                yield image
+    except (
+        *(OSError, SyntaxError, ValueError, EOFError, IndexError),  # all that decoders raise
+        *(TypeError, KeyError, OverflowError, NotImplementedError, struct.error, zlib.error),
+        *(Image.DecompressionBombError, Image.DecompressionBombWarning),
+    ) as error:
+        raise InputError(f"{printable(path)} cannot be read as an image: {error}") from error
 
 
 def _eight_bits(pixels: Array) -> npt.NDArray[np.uint8]:
