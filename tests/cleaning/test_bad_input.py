@@ -136,6 +136,11 @@ CASES: dict[str, Case] = {
     "a quantity as a label": Case(
         NPZ, arrays("train", y=lambda y: np.linspace(0.5, 1, len(y))), "a label is a class", ()
     ),
+    "an infinite label": Case(
+        Animals.write_parquet,
+        lambda p: pd.read_parquet(p["train"]).assign(label=np.inf).to_parquet(p["train"]),
+        "a label is a class",
+    ),
     # rows
     "no rows": Case(CSV, edit("train", lambda f: f[:0]), "train.csv has no rows"),
     "no trusted rows": Case(CSV, edit("trusted", lambda f: f[:0]), "trusted.csv has no rows"),

@@ -248,6 +248,16 @@ def test_labels_that_are_numbers_are_counted_as_people_do(animals: Animals) -> N
     assert clean(train, trusted).classes == ["1", "2", "10"]
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.float32, bool, "S3"])
+def test_labels_of_any_kind_are_text(animals: Animals, tmp_path: Path, kind: Any) -> None:
+    wanted = {bool: ["True", "False"], "S3": ["7", "12"]}.get(kind, ["1", "0"])
+    values = np.array([7, 12]).astype(kind) if kind == "S3" else np.array([1, 0]).astype(kind)
+    np.savez(tmp_path / "x.npz", X=animals.numbers, y=values[(animals.true == 1).astype(int)])
+    labels = read(tmp_path / "x.npz", label=None).labels
+    assert labels is not None
+    assert labels.tolist() == [wanted[int(k == 1)] for k in animals.true]
+
+
 def test_threshold_and_seed(animals: Animals, tmp_path: Path) -> None:
     paths = animals.write_npz(tmp_path)
     found = {}

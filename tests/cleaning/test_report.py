@@ -292,6 +292,10 @@ def test_sorts_and_filters(page: Page, pictures: Findings, tmp_path: Path) -> No
     both = (pictures.given == i) & (pictures.predicted == j) & pictures.suspect
     assert shown_rows(page) == np.flatnonzero(both).tolist()
     assert page.run("document.activeElement.ariaPressed") == "true"
+    page.press("ArrowDown")  # to another number, of which there are some in the same column
+    place = page.run("({ ...document.activeElement.closest('td').dataset })")
+    assert place["predicted"] == str(j)
+    assert counts[int(place["given"]), j] > 0
     page.click(cell)  # once more: all of them again
     assert page.text("#shown") == f"{int(pictures.suspect.sum())} images"
 

@@ -164,7 +164,7 @@ def _labels(values: Array, name: str, where: str) -> Labels:
             f"(the first row is 0); remove them or label them"
         )
     for row, value in enumerate(values):
-        if isinstance(value, float | np.floating) and value != int(value):
+        if isinstance(value, float | np.floating) and not float(value).is_integer():
             raise InputError(
                 f"{name} has the label {value!r} in row {row} of {where!r}: a label is a class, "
                 f"not a quantity"
