@@ -246,7 +246,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _make_learner(self, samples: Any, seed: int) -> Learner:
         classes = len(self.classes_)
         if self.model is None:
-            return SoftmaxRegression(samples, self.n_features_in_, classes)
+            return SoftmaxRegression(samples, classes)
         return Module(self.model, classes, self.batch_size, seed)
 
     def _check_arguments(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bilevel
-from bilevel.cleaning.rows import Rows
+from bilevel.cleaning.rows import Features, Rows
 from bilevel.errors import ArgumentError
 
 INNER_STEPS = 20
@@ -24,7 +24,7 @@ are worse detectors on the way.
 """
 
 _MOMENTUM = 0.8
-_SHARE_OF_CURVATURE = 0.005  # the ridge, so that the lower level is well conditioned
+_SHARES_OF_CURVATURE = (5e-3, 5e-4, 5e-5, 5e-6)  # the ridges that are tried
 _EPOCHS = 60  # at most, for a module
 _PATIENCE = 5
 
@@ -47,17 +47,12 @@ class Learner(ABC):
         """The squared norm that the ridge multiplies."""
 
     @abstractmethod
-    def method(self, samples: int) -> bilevel.F2SA:
+    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
         """How weights of that many samples are learned."""
 
     @abstractmethod
-    def settings(self) -> dict[str, float]:
+    def settings(self, ridge: float) -> dict[str, float]:
         """The choices made, by name."""
-
-    @property
-    @abstractmethod
-    def ridge(self) -> float:
-        """Of the lower level."""
 
     @property
     @abstractmethod
@@ -92,58 +87,61 @@ class Learner(ABC):
 class SoftmaxRegression(Learner):
     """Linear in the features, with a bias that is not penalised.
 
-    The Hessian of the cross entropy in the logits is at most 1/2, so L = 1/2 lambda_max(A'A / n)
-    bounds the curvature of the loss in y, with a column of ones in A. It is found by power
-    iteration, and sets the step of y and the ridge.
+    Its variables are W and b in the logits (a - m) W + s b, with m the mean of the features a and
+    s^2 the largest eigenvalue of their covariance. That is the same model as a W + b, but without
+    the direction that all samples have in common, which would be the steepest by far where features
+    are not centred, as sparse ones never are. The Hessian of the cross entropy in the logits is at
+    most 1/2, so L = s^2 / 2 bounds the curvature of the loss in both W and b. It is found by power
+    iteration, and sets the step of y and the ridges that are tried.
     """
 
-    def __init__(self, rows: Rows, width: int, classes: int) -> None:
-        self.width = width
+    def __init__(self, rows: Rows, classes: int) -> None:
         self.classes = classes
-        self.curvature = 0.5 * _largest_eigenvalue(rows)
+        self._mean, self._scale = _mean_and_scale(rows.everything())
+        self.curvature = 0.5 * self._scale**2
 
     def start(self) -> dict[str, Tensor]:
         return {
-            "weight": torch.zeros(self.width, self.classes),
+            "weight": torch.zeros(len(self._mean), self.classes),
             "bias": torch.zeros(self.classes),
         }
 
-    def logits(self, y: Any, features: Tensor) -> Tensor:
-        logits: Tensor = features @ y["weight"] + y["bias"]
+    def logits(self, y: Any, features: Features) -> Tensor:
+        plain = self.plain(y)
+        logits: Tensor = features @ plain["weight"] + plain["bias"]
         return logits
+
+    def plain(self, y: Any) -> dict[str, Tensor]:
+        """The W and b with which the logits are a W + b."""
+        weight: Tensor = y["weight"]
+        return {"weight": weight, "bias": self._scale * y["bias"] - self._mean.to(weight) @ weight}
 
     def penalty(self, y: Any) -> Tensor:
         weight: Tensor = y["weight"]
         return (weight * weight).sum()
 
     @property
-    def ridge(self) -> float:
-        return _SHARE_OF_CURVATURE * self.curvature
-
-    @property
     def ridges(self) -> list[float]:
-        return [0.1 * self.ridge, 0.01 * self.ridge, 0.001 * self.ridge]
+        return [share * self.curvature for share in _SHARES_OF_CURVATURE]
 
-    @property
-    def lower_lr(self) -> float:
+    def lower_lr(self, ridge: float) -> float:
         """Half of what the penalised copy allows, because minibatches are sharper than all data."""
-        return 0.5 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * self.ridge)
+        return 0.5 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * ridge)
 
-    def method(self, samples: int) -> bilevel.F2SA:
+    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
+        lr = self.lower_lr(ridge)
         return bilevel.F2SA(
             inner_steps=INNER_STEPS,
             multiplier=MULTIPLIER,
             upper_lr=WEIGHT_STEP * samples,
-            lower_optimizer=lambda params: torch.optim.SGD(
-                params, lr=self.lower_lr, momentum=_MOMENTUM
-            ),
+            lower_optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=_MOMENTUM),
         )
 
-    def settings(self) -> dict[str, float]:
+    def settings(self, ridge: float) -> dict[str, float]:
         return {
             "curvature": self.curvature,
-            "ridge": self.ridge,
-            "lower_lr": self.lower_lr,
+            "ridge": ridge,
+            "lower_lr": self.lower_lr(ridge),
             "momentum": _MOMENTUM,
         }
 
@@ -205,20 +203,16 @@ class Module(Learner):
         return torch.stack([(p * p).sum() for p in y.parameters()]).sum()
 
     @property
-    def ridge(self) -> float:
-        return 1e-4
-
-    @property
     def ridges(self) -> list[float]:
-        return [self.ridge]
+        return [1e-4]
 
-    def method(self, samples: int) -> bilevel.F2SA:
+    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
         return bilevel.F2SA(
             inner_steps=INNER_STEPS, multiplier=MULTIPLIER, upper_lr=WEIGHT_STEP * samples
         )
 
-    def settings(self) -> dict[str, float]:
-        return {"ridge": self.ridge}
+    def settings(self, ridge: float) -> dict[str, float]:
+        return {"ridge": ridge}
 
     @torch.no_grad()
     def predict(self, y: Any, rows: Rows, chunk: int = 4096) -> Tensor:
@@ -265,15 +259,20 @@ class Module(Learner):
         return module
 
 
-def _largest_eigenvalue(rows: Rows, steps: int = 50) -> float:
-    """Of A'A / n, where A are the features and a column of ones."""
-    features = rows.everything()
+def _mean_and_scale(features: Features, steps: int = 50) -> tuple[Tensor, float]:
+    """The mean of the rows, and the root of the largest eigenvalue of their covariance."""
+    count, width = features.shape
+    mean = (features.T @ torch.ones(count, 1) / count).squeeze(1)
     generator = torch.Generator().manual_seed(0)
-    v = torch.rand(features.shape[1], 1, generator=generator)
-    bias, largest = torch.ones(()), torch.ones(())
+    v = torch.randn(width, 1, generator=generator)
+    v = v / v.norm()
+    largest = 0.0
     for _ in range(steps):
-        image = features @ v + bias
-        v, bias = features.T @ image / len(rows), image.mean()
-        largest = (v.square().sum() + bias.square()).sqrt()
-        v, bias = v / largest, bias / largest
-    return float(largest)
+        image = features @ v - mean @ v
+        v = features.T @ image / count - mean.unsqueeze(1) * image.mean()
+        largest = float(v.norm())
+        if largest == 0:
+            break
+        v = v / largest
+    # features that are all the same have no unit; any will do
+    return mean, largest**0.5 or 1.0

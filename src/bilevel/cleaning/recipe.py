@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -99,16 +100,23 @@ def clean(
     learner: Learner, task: Task, *, max_steps: int, patience: int, batch_size: int, seed: int
 ) -> Cleaned:
     """All four steps."""
-    found = _learn_weights(learner, task, max_steps, patience, batch_size, seed)
     labels, held = task.labels, task.held_samples
+    weights = torch.zeros(len(labels))
+    weights[task.train] = 1.0
+    begun = _choose_ridge(learner, task, weights, learner.ridges)
+    import os
+    scale=float(os.environ.get('RS','1'))
+    found = _learn_weights(learner, task, begun.model, begun.ridge*scale, max_steps, patience, batch_size, seed)
+    DBG.update(begun=begun, found=found)
     logits = learner.predict(found.model, task.rows.part(task.train))
     probabilities = (_calibrated(learner, found.model, task) * logits).softmax(1)
     q, _ = noise.judge(probabilities, labels[task.train], task.verified)
 
-    weights = torch.zeros(len(labels))
+    DBG.update(q0=q,T0=_)
     weights[task.train] = _passed(q)
     weights[task.trusted] = 1.0
-    ridge, model, sharpness = _choose_ridge(learner, task, weights)
+    chosen = _choose_ridge(learner, task, weights, [r for r in learner.ridges if r <= begun.ridge])
+    ridge, model, sharpness = chosen.ridge, chosen.model, chosen.sharpness
 
     logits = torch.empty(len(labels), learner.classes)
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +144,7 @@ def clean(
         transitions=T,
         history=found.history,
         settings={
-            **learner.settings(),
+            **learner.settings(begun.ridge),
             "multiplier": MULTIPLIER,
             "inner_steps": INNER_STEPS,
             "batch_size": found.batch_size,
@@ -170,7 +178,14 @@ class _Weights:
 
 
 def _learn_weights(
-    learner: Learner, task: Task, max_steps: int, patience: int, batch_size: int, seed: int
+    learner: Learner,
+    task: Task,
+    y: Any,
+    ridge: float,
+    max_steps: int,
+    patience: int,
+    batch_size: int,
+    seed: int,
 ) -> _Weights:
     rows, labels, train = task.rows, task.labels, task.train
     held = task.held_samples
@@ -178,7 +193,7 @@ def _learn_weights(
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
         some = train[index]
         loss = learner.weighted_loss(y, rows.take(some), labels[some], x[index])
-        return loss / len(index) + learner.ridge * learner.penalty(y)
+        return loss / len(index) + ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
         return cross_entropy(learner.logits(y, rows.take(index)), labels[index])
@@ -201,8 +216,8 @@ def _learn_weights(
     result = bilevel.minimize(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
         start,
-        learner.start(),
-        method=learner.method(len(train)),
+        y,
+        method=learner.method(len(train), ridge),
         steps=max_steps if held is not None else min(max_steps, STEPS_UNWATCHED),
         # repeated, so that a minibatch of either level has as many samples
         upper_data=task.trusted.repeat(-(-batch_size // len(task.trusted))),
@@ -228,19 +243,33 @@ def _calibrated(learner: Learner, model: Any, task: Task) -> float:
     return 1.0 if held is None else noise.sharpness(learner.predict(model, held[0]), held[1])
 
 
-def _choose_ridge(learner: Learner, task: Task, weights: Tensor) -> tuple[float, Any, float]:
-    """The ridge that does best on held-back samples, the model trained with it, its sharpness."""
+@dataclass(frozen=True)
+class _Fitted:
+    """A model, the ridge it was trained with, and the sharpness that calibrates it."""
+
+    ridge: float
+    model: Any
+    sharpness: float
+
+
+def _choose_ridge(
+    learner: Learner, task: Task, weights: Tensor, ridges: Sequence[float]
+) -> _Fitted:
+    """The ridge that does best on held-back samples, and the model trained with it."""
     held = task.held_samples
-    chosen: tuple[float, Any, float] | None = None
+    chosen: _Fitted | None = None
     lowest, model = float("inf"), None
-    for ridge in learner.ridges:
+    for ridge in ridges:
         model = learner.fit(task.rows, task.labels, weights, ridge, held, start=model)
         sharpness = _calibrated(learner, model, task)
+        fitted = _Fitted(ridge, model, sharpness)
         if held is None:
-            return ridge, model, sharpness
+            return fitted
         loss = float(cross_entropy(sharpness * learner.predict(model, held[0]), held[1]))
+        if DBG.get('v'): print('   ridge',ridge,loss,sharpness)
         if loss >= lowest:
             break
-        chosen, lowest = (ridge, model, sharpness), loss
+        chosen, lowest = fitted, loss
     assert chosen is not None, "a loss on held-back samples that is not a number"
     return chosen
+DBG={}
