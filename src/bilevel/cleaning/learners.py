@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ are worse detectors on the way.
 
 _MOMENTUM = 0.8
 _SHARES_OF_CURVATURE = (5e-3, 5e-4, 5e-5, 5e-6)  # the ridges that are tried
-_EPOCHS = 60  # at most, for a module
-_PATIENCE = 5
+_RATES = (1e-2, 3e-3, 1e-3, 3e-4)  # the rates that are tried for a module
+_TRIAL_STEPS = 200
+_STEPS = 6000  # of the training of a module, but
+_EPOCHS = (10, 60)  # at least and at most
 
 
 class Learner(ABC):
@@ -179,18 +183,23 @@ class SoftmaxRegression(Learner):
 
 
 class Module(Learner):
-    """A module of the user's, which is copied and never changed."""
+    """A module of the user's, which is copied and never changed.
+
+    It is trained by Adam. The rate rises over the first tenth of the steps and then falls to zero;
+    its height is the one of a few with which a short training does best.
+    """
 
     def __init__(self, module: nn.Module, classes: int, batch_size: int, seed: int) -> None:
         self.module = module
         self.classes = classes
         self._batch_size = batch_size
         self._seed = seed
+        self._rate: float | None = None
 
     def start(self) -> nn.Module:
         return copy.deepcopy(self.module)
 
-    def logits(self, y: Any, features: Tensor) -> Tensor:
+    def logits(self, y: Any, features: Features) -> Tensor:
         logits: Tensor = y(features)
         if logits.shape != (len(features), self.classes):
             raise ArgumentError(
@@ -204,7 +213,7 @@ class Module(Learner):
 
     @property
     def ridges(self) -> list[float]:
-        return [1e-4]
+        return [1e-5]
 
     def method(self, samples: int, ridge: float) -> bilevel.F2SA:
         return bilevel.F2SA(
@@ -212,7 +221,8 @@ class Module(Learner):
         )
 
     def settings(self, ridge: float) -> dict[str, float]:
-        return {"ridge": ridge}
+        assert self._rate is not None, "the module was never trained"
+        return {"ridge": ridge, "learning_rate": self._rate}
 
     @torch.no_grad()
     def predict(self, y: Any, rows: Rows, chunk: int = 4096) -> Tensor:
@@ -231,32 +241,78 @@ class Module(Learner):
         held: tuple[Rows, Tensor] | None,
         start: Any = None,
     ) -> nn.Module:
+        training = _Training(self, rows, labels, weights, ridge)
+        if self._rate is None:
+            self._rate = training.best_rate(held)
         module = copy.deepcopy(start) if start is not None else self.start()
-        optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=2e-3)
-        generator = torch.Generator().manual_seed(self._seed)
-        kept = weights.nonzero().squeeze(1)
-        best, lowest, waited = copy.deepcopy(module.state_dict()), float("inf"), 0
-        for _ in range(_EPOCHS):
-            module.train()
-            order = kept[torch.randperm(len(kept), generator=generator)]
-            for index in torch.split(order, self._batch_size):
-                optimizer.zero_grad()
-                loss = self.weighted_loss(module, rows.take(index), labels[index], weights[index])
-                loss = loss / len(index) + ridge * self.penalty(module)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-            if held is None:
-                continue
-            loss_there = float(cross_entropy(self.predict(module, held[0]), held[1]))
-            if loss_there < lowest:
-                best, lowest, waited = copy.deepcopy(module.state_dict()), loss_there, 0
-            else:
-                waited += 1
-            if waited == _PATIENCE:
-                break
-        if held is not None:
+        per_epoch = -(-len(training.kept) // self._batch_size)
+        epochs = min(max(-(-_STEPS // per_epoch), _EPOCHS[0]), _EPOCHS[1])
+        best, lowest = None, float("inf")
+        for step in training.steps(module, self._rate, epochs * per_epoch):
+            if held is not None and step % per_epoch == 0:
+                loss = float(cross_entropy(self.predict(module, held[0]), held[1]))
+                if loss < lowest:
+                    best, lowest = copy.deepcopy(module.state_dict()), loss
+        if best is not None:
             module.load_state_dict(best)
         return module
+
+    def minibatches(self, kept: Tensor) -> Iterator[Tensor]:
+        """Numbers of samples, epoch after epoch without end."""
+        generator = torch.Generator().manual_seed(self._seed)
+        while True:
+            order = kept[torch.randperm(len(kept), generator=generator)]
+            yield from torch.split(order, self._batch_size)
+
+
+class _Training:
+    """How a module is trained on weighted samples."""
+
+    def __init__(
+        self, learner: Module, rows: Rows, labels: Tensor, weights: Tensor, ridge: float
+    ) -> None:
+        self._learner = learner
+        self._rows = rows
+        self._labels = labels
+        self._weights = weights
+        self._ridge = ridge
+        self.kept = weights.nonzero().squeeze(1)
+
+    def steps(self, module: nn.Module, rate: float, count: int) -> Iterator[int]:
+        """Train the module, and stop after each of ``count`` steps to say how many there were."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        # the decay is the gradient of the ridge
+        optimizer = torch.optim.Adam(
+            parameters, lr=rate, weight_decay=2 * self._ridge, fused=True
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda k: min(1.0, 10 * (k + 1) / count) * (1 - k / count)
+        )
+        module.train()
+        for step, index in enumerate(self._learner.minibatches(self.kept), start=1):
+            optimizer.zero_grad()
+            features, labels = self._rows.take(index), self._labels[index]
+            loss = self._learner.weighted_loss(module, features, labels, self._weights[index])
+            (loss / len(index)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            yield step
+            if step == count:
+                return
+
+    def best_rate(self, held: tuple[Rows, Tensor] | None) -> float:
+        """The rate with which a short training does best, on held-back samples if there are any."""
+        some = self.kept[: 4 * self._learner._batch_size]
+        rows, labels = held or (self._rows.part(some), self._labels[some])
+
+        def loss(rate: float) -> float:
+            module = self._learner.start()
+            for _ in self.steps(module, rate, _TRIAL_STEPS):
+                pass
+            value = float(cross_entropy(self._learner.predict(module, rows), labels))
+            return value if math.isfinite(value) else math.inf
+
+        return min(_RATES, key=loss)
 
 
 def _mean_and_scale(features: Features, steps: int = 50) -> tuple[Tensor, float]:
