@@ -96,7 +96,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.25,
         max_steps: int = 40,
-        patience: int = 6,
+        patience: int = 4,
         batch_size: int = 250,
         standardize: bool = True,
         random_state: Any = 0,

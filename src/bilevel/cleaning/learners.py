@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bilevel
-from bilevel.cleaning.rows import Features, Rows
+from bilevel.cleaning.rows import Features, Rows, product
 from bilevel.errors import ArgumentError
 
 INNER_STEPS = 20
@@ -26,11 +26,14 @@ are worse detectors on the way.
 """
 
 _MOMENTUM = 0.8
-_SHARES_OF_CURVATURE = (5e-3, 5e-4, 5e-5, 5e-6)  # the ridges that are tried
+_SHARE_OF_CURVATURE = 0.005  # the ridge, so that the lower level is well conditioned
+_ROWS_FOR_CURVATURE = 4000
+_ITERATIONS = (15, 100)  # of L-BFGS, at least and at most
+_WORK = 1e8  # features that are read by all iterations together, between the two
 _RATES = (1e-2, 3e-3, 1e-3, 3e-4)  # the rates that are tried for a module
 _TRIAL_STEPS = 200
-_STEPS = 6000  # of the training of a module, but
-_EPOCHS = (10, 60)  # at least and at most
+_STEPS = (500, 6000)  # of the training of a module, at least and at most, unless these are too few
+_EPOCHS = (10, 60)  # or too many
 
 
 class Learner(ABC):
@@ -43,6 +46,12 @@ class Learner(ABC):
         """Where training starts: a tree of tensors, or a module."""
 
     @abstractmethod
+    def lower_start(
+        self, rows: Rows, labels: Tensor, weights: Tensor, held: tuple[Rows, Tensor] | None
+    ) -> Any:
+        """Where the lower level starts."""
+
+    @abstractmethod
     def logits(self, y: Any, features: Tensor) -> Tensor:
         """One number for each class."""
 
@@ -51,12 +60,17 @@ class Learner(ABC):
         """The squared norm that the ridge multiplies."""
 
     @abstractmethod
-    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
+    def method(self, samples: int) -> bilevel.F2SA:
         """How weights of that many samples are learned."""
 
     @abstractmethod
-    def settings(self, ridge: float) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
         """The choices made, by name."""
+
+    @property
+    @abstractmethod
+    def ridge(self) -> float:
+        """Of the lower level."""
 
     @property
     @abstractmethod
@@ -101,7 +115,7 @@ class SoftmaxRegression(Learner):
 
     def __init__(self, rows: Rows, classes: int) -> None:
         self.classes = classes
-        self._mean, self._scale = _mean_and_scale(rows.everything())
+        self._mean, self._scale = _mean_and_scale(rows)
         self.curvature = 0.5 * self._scale**2
 
     def start(self) -> dict[str, Tensor]:
@@ -112,8 +126,7 @@ class SoftmaxRegression(Learner):
 
     def logits(self, y: Any, features: Features) -> Tensor:
         plain = self.plain(y)
-        logits: Tensor = features @ plain["weight"] + plain["bias"]
-        return logits
+        return product(features, plain["weight"]) + plain["bias"]
 
     def plain(self, y: Any) -> dict[str, Tensor]:
         """The W and b with which the logits are a W + b."""
@@ -124,28 +137,39 @@ class SoftmaxRegression(Learner):
         weight: Tensor = y["weight"]
         return (weight * weight).sum()
 
+    def lower_start(
+        self, rows: Rows, labels: Tensor, weights: Tensor, held: tuple[Rows, Tensor] | None
+    ) -> dict[str, Tensor]:
+        return self.start()  # the lower level is so well conditioned that nothing is to be gained
+
+    @property
+    def ridge(self) -> float:
+        return _SHARE_OF_CURVATURE * self.curvature
+
     @property
     def ridges(self) -> list[float]:
-        return [share * self.curvature for share in _SHARES_OF_CURVATURE]
+        return [0.1 * self.ridge, 0.01 * self.ridge, 0.001 * self.ridge]
 
-    def lower_lr(self, ridge: float) -> float:
+    @property
+    def lower_lr(self) -> float:
         """Half of what the penalised copy allows, because minibatches are sharper than all data."""
-        return 0.5 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * ridge)
+        return 0.5 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * self.ridge)
 
-    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
-        lr = self.lower_lr(ridge)
+    def method(self, samples: int) -> bilevel.F2SA:
         return bilevel.F2SA(
             inner_steps=INNER_STEPS,
             multiplier=MULTIPLIER,
             upper_lr=WEIGHT_STEP * samples,
-            lower_optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=_MOMENTUM),
+            lower_optimizer=lambda params: torch.optim.SGD(
+                params, lr=self.lower_lr, momentum=_MOMENTUM
+            ),
         )
 
-    def settings(self, ridge: float) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
         return {
             "curvature": self.curvature,
-            "ridge": ridge,
-            "lower_lr": self.lower_lr(ridge),
+            "ridge": self.ridge,
+            "lower_lr": self.lower_lr,
             "momentum": _MOMENTUM,
         }
 
@@ -158,13 +182,13 @@ class SoftmaxRegression(Learner):
         held: tuple[Rows, Tensor] | None,
         start: Any = None,
     ) -> dict[str, Tensor]:
-        del held  # the optimum is unique
+        del held  # which is for a model that has to be stopped
         kept = weights.nonzero().squeeze(1)
         features, labels, weights = rows.part(kept).everything(), labels[kept], weights[kept]
         y = {name: part.clone().requires_grad_() for name, part in (start or self.start()).items()}
         optimizer = torch.optim.LBFGS(
             list(y.values()),
-            max_iter=60,
+            max_iter=self._iterations(len(kept)),
             tolerance_grad=1e-5,
             history_size=10,  # of two vectors as large as y each
             line_search_fn="strong_wolfe",
@@ -180,6 +204,11 @@ class SoftmaxRegression(Learner):
 
         optimizer.step(closure)  # type: ignore[no-untyped-call]
         return {name: part.detach() for name, part in y.items()}
+
+    def _iterations(self, samples: int) -> int:
+        """Where the data are many, what comes after the first few changes no verdict."""
+        fewest, most = _ITERATIONS
+        return min(max(round(_WORK / max(samples * len(self._mean), 1)), fewest), most)
 
 
 class Module(Learner):
@@ -211,18 +240,27 @@ class Module(Learner):
     def penalty(self, y: Any) -> Tensor:
         return torch.stack([(p * p).sum() for p in y.parameters()]).sum()
 
+    def lower_start(
+        self, rows: Rows, labels: Tensor, weights: Tensor, held: tuple[Rows, Tensor] | None
+    ) -> nn.Module:
+        return self.fit(rows, labels, weights, self.ridge, held)
+
+    @property
+    def ridge(self) -> float:
+        return 1e-5
+
     @property
     def ridges(self) -> list[float]:
-        return [1e-5]
+        return [self.ridge]
 
-    def method(self, samples: int, ridge: float) -> bilevel.F2SA:
+    def method(self, samples: int) -> bilevel.F2SA:
         return bilevel.F2SA(
             inner_steps=INNER_STEPS, multiplier=MULTIPLIER, upper_lr=WEIGHT_STEP * samples
         )
 
-    def settings(self, ridge: float) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
         assert self._rate is not None, "the module was never trained"
-        return {"ridge": ridge, "learning_rate": self._rate}
+        return {"ridge": self.ridge, "learning_rate": self._rate}
 
     @torch.no_grad()
     def predict(self, y: Any, rows: Rows, chunk: int = 4096) -> Tensor:
@@ -245,8 +283,9 @@ class Module(Learner):
         if self._rate is None:
             self._rate = training.best_rate(held)
         module = copy.deepcopy(start) if start is not None else self.start()
-        per_epoch = -(-len(training.kept) // self._batch_size)
-        epochs = min(max(-(-_STEPS // per_epoch), _EPOCHS[0]), _EPOCHS[1])
+        per_epoch = self.per_epoch(training.kept)
+        epochs = min(max(-(-_STEPS[1] // per_epoch), _EPOCHS[0]), _EPOCHS[1])
+        epochs = max(epochs, -(-_STEPS[0] // per_epoch))
         best, lowest = None, float("inf")
         for step in training.steps(module, self._rate, epochs * per_epoch):
             if held is not None and step % per_epoch == 0:
@@ -262,7 +301,11 @@ class Module(Learner):
         generator = torch.Generator().manual_seed(self._seed)
         while True:
             order = kept[torch.randperm(len(kept), generator=generator)]
-            yield from torch.split(order, self._batch_size)
+            yield from order.tensor_split(self.per_epoch(kept))  # none is much smaller than others
+
+    def per_epoch(self, kept: Tensor) -> int:
+        """How many minibatches have all samples."""
+        return -(-len(kept) // self._batch_size)
 
 
 class _Training:
@@ -315,17 +358,23 @@ class _Training:
         return min(_RATES, key=loss)
 
 
-def _mean_and_scale(features: Features, steps: int = 50) -> tuple[Tensor, float]:
-    """The mean of the rows, and the root of the largest eigenvalue of their covariance."""
-    count, width = features.shape
-    mean = (features.T @ torch.ones(count, 1) / count).squeeze(1)
+def _mean_and_scale(rows: Rows, steps: int = 50) -> tuple[Tensor, float]:
+    """The mean of the rows, and the root of the largest eigenvalue of their covariance.
+
+    The eigenvalue is that of some thousand rows where there are more.
+    """
+    features = rows.everything()
+    mean = (features.T @ torch.ones(len(rows), 1) / len(rows)).squeeze(1)
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(width, 1, generator=generator)
+    if len(rows) > _ROWS_FOR_CURVATURE:
+        some = torch.randperm(len(rows), generator=generator)[:_ROWS_FOR_CURVATURE]
+        features = rows.take(some)
+    v = torch.randn(len(mean), 1, generator=generator)
     v = v / v.norm()
     largest = 0.0
     for _ in range(steps):
         image = features @ v - mean @ v
-        v = features.T @ image / count - mean.unsqueeze(1) * image.mean()
+        v = features.T @ image / len(features) - mean.unsqueeze(1) * image.mean()
         largest = float(v.norm())
         if largest == 0:
             break

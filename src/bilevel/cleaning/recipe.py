@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -35,7 +34,7 @@ from bilevel.cleaning.rows import Rows
 
 History: TypeAlias = dict[str, npt.NDArray[Any]]
 
-FOLDS = 3
+FOLDS = 5
 STEPS_UNWATCHED = 10
 """How many steps the weights are given where no trusted samples can be held back."""
 
@@ -103,20 +102,15 @@ def clean(
     labels, held = task.labels, task.held_samples
     weights = torch.zeros(len(labels))
     weights[task.train] = 1.0
-    begun = _choose_ridge(learner, task, weights, learner.ridges)
-    import os
-    scale=float(os.environ.get('RS','1'))
-    found = _learn_weights(learner, task, begun.model, begun.ridge*scale, max_steps, patience, batch_size, seed)
-    DBG.update(begun=begun, found=found)
+    start = learner.lower_start(task.rows, labels, weights, held)
+    found = _learn_weights(learner, task, start, max_steps, patience, batch_size, seed)
     logits = learner.predict(found.model, task.rows.part(task.train))
     probabilities = (_calibrated(learner, found.model, task) * logits).softmax(1)
     q, _ = noise.judge(probabilities, labels[task.train], task.verified)
 
-    DBG.update(q0=q,T0=_)
     weights[task.train] = _passed(q)
     weights[task.trusted] = 1.0
-    chosen = _choose_ridge(learner, task, weights, [r for r in learner.ridges if r <= begun.ridge])
-    ridge, model, sharpness = chosen.ridge, chosen.model, chosen.sharpness
+    ridge, model, sharpness = _choose_ridge(learner, task, weights)
 
     logits = torch.empty(len(labels), learner.classes)
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +138,7 @@ def clean(
         transitions=T,
         history=found.history,
         settings={
-            **learner.settings(begun.ridge),
+            **learner.settings(),
             "multiplier": MULTIPLIER,
             "inner_steps": INNER_STEPS,
             "batch_size": found.batch_size,
@@ -180,8 +174,7 @@ class _Weights:
 def _learn_weights(
     learner: Learner,
     task: Task,
-    y: Any,
-    ridge: float,
+    start: Any,
     max_steps: int,
     patience: int,
     batch_size: int,
@@ -193,14 +186,14 @@ def _learn_weights(
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
         some = train[index]
         loss = learner.weighted_loss(y, rows.take(some), labels[some], x[index])
-        return loss / len(index) + ridge * learner.penalty(y)
+        return loss / len(index) + learner.ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
         return cross_entropy(learner.logits(y, rows.take(index)), labels[index])
 
     batch_size = min(batch_size, len(train))
-    start = torch.ones(len(train))
-    best = _Weights(start, None, float("inf"), 0, batch_size)
+    ones = torch.ones(len(train))
+    best = _Weights(ones, None, float("inf"), 0, batch_size)
     losses: list[float] = []
 
     def watch(solver: bilevel.Solver, info: Any) -> bool:
@@ -215,9 +208,9 @@ def _learn_weights(
 
     result = bilevel.minimize(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
+        ones,
         start,
-        y,
-        method=learner.method(len(train), ridge),
+        method=learner.method(len(train)),
         steps=max_steps if held is not None else min(max_steps, STEPS_UNWATCHED),
         # repeated, so that a minibatch of either level has as many samples
         upper_data=task.trusted.repeat(-(-batch_size // len(task.trusted))),
@@ -243,33 +236,19 @@ def _calibrated(learner: Learner, model: Any, task: Task) -> float:
     return 1.0 if held is None else noise.sharpness(learner.predict(model, held[0]), held[1])
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """A model, the ridge it was trained with, and the sharpness that calibrates it."""
-
-    ridge: float
-    model: Any
-    sharpness: float
-
-
-def _choose_ridge(
-    learner: Learner, task: Task, weights: Tensor, ridges: Sequence[float]
-) -> _Fitted:
-    """The ridge that does best on held-back samples, and the model trained with it."""
+def _choose_ridge(learner: Learner, task: Task, weights: Tensor) -> tuple[float, Any, float]:
+    """The ridge that does best on held-back samples, the model trained with it, its sharpness."""
     held = task.held_samples
-    chosen: _Fitted | None = None
+    chosen: tuple[float, Any, float] | None = None
     lowest, model = float("inf"), None
-    for ridge in ridges:
+    for ridge in learner.ridges:
         model = learner.fit(task.rows, task.labels, weights, ridge, held, start=model)
         sharpness = _calibrated(learner, model, task)
-        fitted = _Fitted(ridge, model, sharpness)
         if held is None:
-            return fitted
+            return ridge, model, sharpness
         loss = float(cross_entropy(sharpness * learner.predict(model, held[0]), held[1]))
-        if DBG.get('v'): print('   ridge',ridge,loss,sharpness)
         if loss >= lowest:
             break
-        chosen, lowest = fitted, loss
+        chosen, lowest = (ridge, model, sharpness), loss
     assert chosen is not None, "a loss on held-back samples that is not a number"
     return chosen
-DBG={}

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -96,13 +97,8 @@ class SparseFeatures:
     def __init__(self, matrix: Any) -> None:
         self._matrix = matrix
 
-    @property
-    def shape(self) -> torch.Size:
-        """The numbers of rows and of features."""
-        return torch.Size(self._matrix.shape)
-
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self._matrix.shape[0])
 
     @property
     def T(self) -> SparseFeatures:
@@ -110,22 +106,28 @@ class SparseFeatures:
         return SparseFeatures(self._matrix.T)
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(self._matrix, other)  # type: ignore[no-untyped-call]
-        return product
+        return torch.from_numpy(self._matrix @ other.detach().numpy())
+
+
+def product(features: Features, weight: Tensor) -> Tensor:
+    """The product of both, to be differentiated once, and by the weight alone."""
+    found: Tensor = _Product.apply(features, weight)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Product(torch.autograd.Function):
-    """A B, for a sparse A that is not differentiated."""
+    @staticmethod
+    def forward(ctx: Any, features: Features, weight: Tensor) -> Tensor:
+        ctx.features = features
+        return features @ weight
 
     @staticmethod
-    def forward(ctx: Any, matrix: Any, other: Tensor) -> Tensor:
-        ctx.matrix = matrix
-        return torch.from_numpy(matrix @ other.detach().numpy())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, torch.from_numpy(ctx.matrix.T @ gradient.numpy())
+        if isinstance(ctx.features, Tensor):
+            # a few long columns times a large matrix: this way round the matrix is read in order
+            return None, (gradient.T @ ctx.features).T
+        return None, ctx.features.T @ gradient
 
 
 class Scaler:
@@ -150,7 +152,8 @@ class Scaler:
         if isinstance(features, np.ndarray):
             if standardize:
                 mean = features.mean(0, dtype=np.float64)
-                scale = features.std(0, dtype=np.float64)
+                squares = sum(np.square(some - mean).sum(0) for some in _blocks(features))
+                scale = np.sqrt(squares / len(features))
                 # a difference that is only rounding is none
                 constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
                 self._units = mean, np.where(constant, 1.0, scale)
@@ -172,11 +175,13 @@ class Scaler:
     def rows(self, features: Any, dtype: type[np.floating[Any]] = np.float32) -> Rows:
         """The features, scaled."""
         if isinstance(features, np.ndarray):
-            if self._units is not None:
-                mean, scale = self._units
-                features = (features - mean) / scale
-                features = np.clip(features, -WIDEST, WIDEST, out=features)
-            return DenseRows(torch.from_numpy(np.ascontiguousarray(features, dtype=dtype)))
+            if self._units is None:
+                return DenseRows(torch.from_numpy(np.ascontiguousarray(features, dtype=dtype)))
+            mean, scale = self._units
+            scaled = np.empty(features.shape, dtype)
+            for some, out in zip(_blocks(features), _blocks(scaled), strict=True):
+                np.clip((some - mean) / scale, -WIDEST, WIDEST, out=out, casting="same_kind")
+            return DenseRows(torch.from_numpy(scaled))
         features = _canonical(features).astype(dtype)
         if self._units is not None:
             features.data /= self._units[1][features.indices].astype(dtype)
@@ -202,6 +207,11 @@ class Scaler:
             scaler._units = state["mean"], state["scale"]
         scaler._columns = state.get("columns")
         return scaler
+
+
+def _blocks(features: Array, length: int = 256) -> list[Array]:
+    """A few rows at a time, so that what is computed from them in passing stays small."""
+    return [features[i : i + length] for i in range(0, len(features), length)]
 
 
 def _canonical(features: Any) -> Any:
