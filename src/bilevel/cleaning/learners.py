@@ -52,7 +52,7 @@ class Learner(ABC):
         """Where the lower level starts."""
 
     @abstractmethod
-    def logits(self, y: Any, features: Tensor) -> Tensor:
+    def logits(self, y: Any, features: Features) -> Tensor:
         """One number for each class."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Learner(ABC):
         places = torch.split(torch.arange(len(rows)), chunk)
         return torch.cat([self.logits(y, rows.take(some)) for some in places])
 
-    def weighted_loss(self, y: Any, features: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         """sum_i w_i CE_i, over the features."""
         return weights @ cross_entropy(self.logits(y, features), labels, reduction="none")
 
@@ -325,9 +325,7 @@ class _Training:
         """Train the module, and stop after each of ``count`` steps to say how many there were."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         # the decay is the gradient of the ridge
-        optimizer = torch.optim.Adam(
-            parameters, lr=rate, weight_decay=2 * self._ridge, fused=True
-        )
+        optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=2 * self._ridge, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda k: min(1.0, 10 * (k + 1) / count) * (1 - k / count)
         )

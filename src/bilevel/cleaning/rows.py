@@ -122,7 +122,7 @@ class _Product(torch.autograd.Function):
         return features @ weight
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         if isinstance(ctx.features, Tensor):
             # a few long columns times a large matrix: this way round the matrix is read in order
