@@ -75,6 +75,12 @@ def test_a_feature_of_one_sparse_row_alone_is_left_out() -> None:
     assert Scaler(sparse.csr_array(X), False, True).rows(X).everything().shape == (4, 3)
 
 
+def test_few_wide_rows_are_made_dense_at_a_time() -> None:
+    wide = sparse.csr_array((9000, 2_000_000), dtype=np.float32)
+    assert Scaler(wide, False, True).rows(wide).chunk == 2
+    assert Scaler(wide, False, False).rows(wide).chunk > 1000
+
+
 def test_entries_that_are_stored_twice_or_are_zero_count_as_what_they_are() -> None:
     stored = sparse.csr_array(
         (np.array([1.0, 1.0, 0.0, 2.0, 3.0]), np.array([0, 0, 1, 0, 1]), np.array([0, 3, 4, 5])),

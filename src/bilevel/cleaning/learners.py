@@ -90,11 +90,11 @@ class Learner(ABC):
         """Train on weighted samples; on ``held`` ones the end of training may be chosen."""
 
     @torch.no_grad()
-    def predict(self, y: Any, rows: Rows, chunk: int = 4096) -> Tensor:
+    def predict(self, y: Any, rows: Rows) -> Tensor:
         """The logits of all rows."""
         if len(rows) == 0:
             return torch.zeros(0, self.classes)
-        places = torch.split(torch.arange(len(rows)), chunk)
+        places = torch.split(torch.arange(len(rows)), rows.chunk)
         return torch.cat([self.logits(y, rows.take(some)) for some in places])
 
     def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
@@ -263,10 +263,10 @@ class Module(Learner):
         return {"ridge": self.ridge, "learning_rate": self._rate}
 
     @torch.no_grad()
-    def predict(self, y: Any, rows: Rows, chunk: int = 4096) -> Tensor:
+    def predict(self, y: Any, rows: Rows) -> Tensor:
         training = y.training
         try:
-            return super().predict(y.eval(), rows, chunk)
+            return super().predict(y.eval(), rows)
         finally:
             y.train(training)
 

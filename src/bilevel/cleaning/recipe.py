@@ -38,8 +38,6 @@ FOLDS = 5
 STEPS_UNWATCHED = 10
 """How many steps the weights are given where no trusted samples can be held back."""
 
-_CHUNK = 8192
-
 
 @dataclass(frozen=True)
 class Task:
@@ -183,9 +181,17 @@ def _learn_weights(
     rows, labels, train = task.rows, task.labels, task.train
     held = task.held_samples
 
+    taken: list[Any] = [None, None, None]  # y and z ask for the same samples, one after the other
+
+    def samples(index: Tensor) -> tuple[Any, Tensor]:
+        if taken[0] is not index:
+            some = train[index]
+            taken[:] = index, rows.take(some), labels[some]
+        return taken[1], taken[2]
+
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        some = train[index]
-        loss = learner.weighted_loss(y, rows.take(some), labels[some], x[index])
+        features, given = samples(index)
+        loss = learner.weighted_loss(y, features, given, x[index])
         return loss / len(index) + learner.ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
@@ -217,7 +223,7 @@ def _learn_weights(
         lower_data=torch.arange(len(train)),
         batch_size=batch_size,
         direction_batch_size="all",
-        chunk_size=max(_CHUNK, batch_size),
+        chunk_size=max(rows.chunk, batch_size),
         seed=seed,
         callback=watch,
     )

@@ -21,6 +21,9 @@ standard deviation wherever it is not, and a step size that it allows is too sma
 """
 
 
+_CHUNK = 8192
+_MADE_DENSE = 1 << 22  # numbers that are made dense at a time
+
 Features: TypeAlias = "Tensor | SparseFeatures"
 """What stands to the left of the weights in a product."""
 
@@ -29,6 +32,10 @@ class Rows(Protocol):
     """Samples that can be looked up by number."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def chunk(self) -> int:
+        """How many rows to take at a time where all are wanted."""
 
     def take(self, index: Tensor) -> Features:
         """These rows, as a model takes them."""
@@ -43,6 +50,8 @@ class Rows(Protocol):
 class DenseRows:
     """Rows of a tensor."""
 
+    chunk = _CHUNK
+
     def __init__(self, features: Tensor) -> None:
         self._features = features
 
@@ -50,7 +59,8 @@ class DenseRows:
         return len(self._features)
 
     def take(self, index: Tensor) -> Tensor:
-        return self._features.index_select(0, index)
+        span = _span(index)
+        return self._features.index_select(0, index) if span is None else self._features[span]
 
     def everything(self) -> Tensor:
         return self._features
@@ -74,8 +84,14 @@ class SparseRows:
     def __len__(self) -> int:
         return int(self._features.shape[0])
 
+    @property
+    def chunk(self) -> int:
+        widest = max(self._features.shape[1], 1)
+        return max(min(_CHUNK, _MADE_DENSE // widest), 1) if self._dense else _CHUNK
+
     def take(self, index: Tensor) -> Features:
-        return self._taken(self._features[index.numpy()])
+        span = _span(index)
+        return self._taken(self._features[index.numpy() if span is None else span])
 
     def everything(self) -> Features:
         return self._taken(self._features)
@@ -207,6 +223,16 @@ class Scaler:
             scaler._units = state["mean"], state["scale"]
         scaler._columns = state.get("columns")
         return scaler
+
+
+def _span(index: Tensor) -> slice | None:
+    """The same rows as a slice, where their numbers follow each other: nothing has to be copied."""
+    if len(index) == 0:
+        return None
+    first, last = int(index[0]), int(index[-1])
+    if last - first != len(index) - 1 or not bool((index.diff() == 1).all()):
+        return None
+    return slice(first, last + 1)
 
 
 def _blocks(features: Array, length: int = 256) -> list[Array]:
