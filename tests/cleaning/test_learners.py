@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import sparse
 
-from bilevel.cleaning.learners import Module, SoftmaxRegression
+from bilevel.cleaning.learners import Module, SoftmaxRegression, summed_loss
 from bilevel.cleaning.rows import Scaler, SparseFeatures, product
 from bilevel.errors import ArgumentError
 
@@ -101,6 +101,16 @@ def test_products_have_the_gradient_of_finite_differences(convert: Any) -> None:
     A = convert(features())
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda W: product(A, W / 1000), weight)
+
+
+def test_the_summed_loss_is_the_cross_entropy_and_its_gradient() -> None:
+    logits = (100 * torch.randn(30, 4, dtype=torch.float64)).requires_grad_()
+    labels, weights = torch.arange(30) % 4, torch.rand(30, dtype=torch.float64)
+    expected = weights @ torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    found = summed_loss(logits, labels, weights)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(2 * loss, logits)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])

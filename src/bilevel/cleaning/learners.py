@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 import bilevel
@@ -197,7 +198,7 @@ class SoftmaxRegression(Learner):
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = self.weighted_loss(y, features, labels, weights) / total
+            loss = summed_loss(self.logits(y, features), labels, weights) / total
             loss = loss + ridge * self.penalty(y)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
@@ -354,6 +355,36 @@ class _Training:
             return value if math.isfinite(value) else math.inf
 
         return min(_RATES, key=loss)
+
+
+def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i CE_i of logits (n, k), to be differentiated once, and by the logits alone.
+
+    With few classes this takes a tenth of the time of torch's own, which goes through the logits
+    sample by sample: here a class is a row, and its gradient is computed with the value.
+    """
+    loss: Tensor = _SummedLoss.apply(logits, labels, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        labels = labels.unsqueeze(0)
+        by_class = logits.T.contiguous()
+        by_class -= by_class.amax(0)
+        given = by_class.gather(0, labels).squeeze(0)
+        exponentials = by_class.exp_()
+        sums = exponentials.sum(0)
+        loss = weights @ (sums.log() - given)
+        gradient = exponentials.mul_(weights / sums)
+        ctx.gradient = gradient.scatter_add_(0, labels, -weights.unsqueeze(0))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        return (scale * ctx.gradient).T, None, None
 
 
 def _mean_and_scale(rows: Rows, steps: int = 50) -> tuple[Tensor, float]:
