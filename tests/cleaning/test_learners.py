@@ -130,9 +130,9 @@ def test_curvature_bounds_the_loss_and_is_estimated_from_some_rows() -> None:
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
         y = {"weight": flat[:18].view(6, 3), "bias": flat[18:]}
-        return torch.nn.functional.cross_entropy(
-            rows.everything() @ learner.plain(y)["weight"] + learner.plain(y)["bias"], labels
-        )
+        plain = learner.finished(y)
+        logits = rows.everything() @ plain["weight"] + plain["bias"]
+        return torch.nn.functional.cross_entropy(logits, labels)
 
     H = torch.autograd.functional.hessian(loss, torch.zeros(21))
     assert float(torch.linalg.eigvalsh(H)[-1]) <= 1.1 * learner.curvature

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bilevel.checks import check_count, check_flag, checked_number
 from bilevel.cleaning.learners import Learner, Module, SoftmaxRegression
 from bilevel.cleaning.recipe import Task, clean
-from bilevel.cleaning.rows import Scaler
+from bilevel.cleaning.rows import Scaler, linear
 from bilevel.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             batch_size=self.batch_size,
             seed=seed,
         )
-        self._model = cleaned.model
+        self._model = self._learner.finished(cleaned.model)
         self._sharpness = cleaned.sharpness
         self.sample_weight_ = np.ones(len(y))
         self.sample_weight_[train] = cleaned.weights.numpy()
@@ -241,8 +241,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.model is not None:
             return self._learner.predict(self._model, self._scaler.rows(X)).double()
         # in double precision a row's prediction does not depend on those beside it
-        model = {name: part.double() for name, part in self._model.items()}
-        return self._learner.predict(model, self._scaler.rows(X, np.float64))
+        weight, bias = self._model["weight"].double(), self._model["bias"].double()
+        return linear(self._scaler.rows(X, np.float64), weight, bias)
 
     def _make_learner(self, samples: Any, seed: int) -> Learner:
         classes = len(self.classes_)

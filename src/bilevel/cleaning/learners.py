@@ -98,6 +98,10 @@ class Learner(ABC):
         places = torch.split(torch.arange(len(rows)), rows.chunk)
         return torch.cat([self.logits(y, rows.take(some)) for some in places])
 
+    def finished(self, y: Any) -> Any:
+        """What predicts once nothing is trained any more."""
+        return y
+
     def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         """sum_i w_i CE_i, over the features."""
         return weights @ cross_entropy(self.logits(y, features), labels, reduction="none")
@@ -126,13 +130,13 @@ class SoftmaxRegression(Learner):
         }
 
     def logits(self, y: Any, features: Features) -> Tensor:
-        plain = self.plain(y)
+        plain = self.finished(y)
         return product(features, plain["weight"]) + plain["bias"]
 
-    def plain(self, y: Any) -> dict[str, Tensor]:
+    def finished(self, y: Any) -> dict[str, Tensor]:
         """The W and b with which the logits are a W + b."""
         weight: Tensor = y["weight"]
-        return {"weight": weight, "bias": self._scale * y["bias"] - self._mean.to(weight) @ weight}
+        return {"weight": weight, "bias": self._scale * y["bias"] - self._mean @ weight}
 
     def penalty(self, y: Any) -> Tensor:
         weight: Tensor = y["weight"]

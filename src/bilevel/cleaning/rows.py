@@ -131,6 +131,12 @@ def product(features: Features, weight: Tensor) -> Tensor:
     return found
 
 
+def linear(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """A W + b, a few rows at a time."""
+    places = torch.split(torch.arange(len(rows)), rows.chunk)
+    return torch.cat([rows.take(some) @ weight + bias for some in places])
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Features, weight: Tensor) -> Tensor:

@@ -25,17 +25,14 @@ import bilevel
 from bilevel.cleaning import encoding
 from bilevel.cleaning.encoding import Encoder
 from bilevel.cleaning.estimator import LabelCleaner
-from bilevel.cleaning.learners import SoftmaxRegression
 from bilevel.cleaning.reading import from_frame, read
-from bilevel.cleaning.rows import WIDEST, Scaler
+from bilevel.cleaning.rows import WIDEST, Scaler, linear
 from bilevel.cleaning.samples import Array, ArraySamples, Samples, printable
 from bilevel.errors import ArgumentError, InputError
 
 FORMAT = "bilevel label cleaner"
 VERSION = 1
 TENSORS, DESCRIPTION = "model.safetensors", "model.json"
-
-_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,9 @@ class CleanedModel:
     @classmethod
     def of(cls, cleaner: LabelCleaner, encoder: Encoder) -> CleanedModel:
         """That of a fitted cleaner with the default model."""
-        learner = cleaner._learner
-        if not isinstance(learner, SoftmaxRegression):
+        if cleaner.model is not None:
             raise ArgumentError("only the default model can be saved; save a module of yours as it")
-        parts = learner.plain(cleaner._model)
+        parts = cleaner._model
         return cls(
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
@@ -87,9 +83,7 @@ class CleanedModel:
 
     def _logits(self, samples: Any) -> Tensor:
         features = self.encoder.encode(self._samples(samples))
-        rows = self.scaler.rows(features, np.float64)
-        places = torch.split(torch.arange(len(rows)), _CHUNK)
-        return torch.cat([rows.take(some) @ self.weight + self.bias for some in places])
+        return linear(self.scaler.rows(features, np.float64), self.weight, self.bias)
 
     def _samples(self, given: Any) -> Samples:
         if isinstance(given, Samples):
