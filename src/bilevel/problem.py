@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -287,12 +287,12 @@ def evaluate(
     """
     upper = lower = None
     terms: dict[str, Tensor] = {}
-    for name, u, w, value in _terms(problem, stencil, x, points, samples, rewind):
-        terms[name] = value
-        if u:
-            upper = _added(upper, u, value)
+    for term in _terms(problem, stencil, x, points, samples, rewind):
+        terms[term.name] = term.value
+        if term.u:
+            upper = _added(upper, term.u, term.value)
         else:
-            lower = _added(lower, w, value)
+            lower = _added(lower, term.w, term.value)
     return Phi(upper, lower, terms, _leaves(x, points))
 
 
@@ -304,19 +304,44 @@ def accumulate(
     samples: Sequence[Sample],
     multiplier: float,
     watch: Watch,
+    done: Callable[[Variable], None] | None = None,
 ) -> dict[str, Tensor]:
     """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
 
     The activations of only one term are alive at a time. Returned are the terms.
+
+    Args:
+        problem, stencil, x, points, samples, multiplier, watch: as there.
+        done: called with each point when its gradient is complete; it may move the point.
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
-    for name, u, w, value in _terms(problem, stencil, x, points, samples, None):
-        watch.scalar(value, {name: value})
-        terms[name] = value.detach()
-        if value.requires_grad:
-            (u * value if u else multiplier * w * value).backward(inputs=leaves)  # type: ignore[no-untyped-call]
+    for term in _terms(problem, stencil, x, points, samples, None):
+        watch.scalar(term.value, {term.name: term.value})
+        terms[term.name] = term.value.detach()
+        scaled = None
+        if term.value.requires_grad:
+            scaled = term.u * term.value if term.u else multiplier * term.w * term.value
+            scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+        point, last = term.y, term.last
+        del term, scaled  # the last that holds on to the activations
+        if last and done is not None:
+            done(point)
     return terms
+
+
+class _Term(NamedTuple):
+    """A term of Phi: its name, its weight as f and as g (one of them 0), where, and its value.
+
+    ``last``: the point has no further one.
+    """
+
+    name: str
+    u: float
+    w: float
+    y: Variable
+    last: bool
+    value: Tensor
 
 
 def _terms(
@@ -326,8 +351,8 @@ def _terms(
     points: Sequence[Variable],
     samples: Sequence[Sample],
     rewind: Callable[[], None] | None,
-) -> Iterator[tuple[str, float, float, Tensor]]:
-    """Each term of Phi: its name, its weight as f and as g (one of them 0), and its value."""
+) -> Iterator[_Term]:
+    """Each term of Phi, point by point."""
     if rewind is None:
         rewind = Rewind(x.device)
     else:
@@ -340,13 +365,16 @@ def _terms(
                 rewind()
             first = False
             value = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
-            yield f"upper({x.name}, {y.name})", u, 0.0, value
+            last = not (w and sample.lower_share)
+            yield _Term(f"upper({x.name}, {y.name})", u, 0.0, y, last, value)
+            del value  # whoever is done with it may need the memory
         if w and sample.lower_share:
             if shared and not first:
                 rewind()
             first = False
             value = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            yield f"lower({x.name}, {y.name})", 0.0, w, value
+            yield _Term(f"lower({x.name}, {y.name})", 0.0, w, y, True, value)
+            del value
 
 
 def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:

@@ -179,13 +179,14 @@ class Solver:
     def settle(self) -> None:
         """Wait until all steps are computed.
 
-        Compiled steps on a GPU return before they are. A number that is not finite is then told by
-        one of the next steps, by this, or when x, y or the state are read. Nothing has moved since,
-        and k is again the number of the step that met it.
+        Steps on a GPU may return before they are. A number that is not finite is then told by one
+        of the next steps, by this, or when x, y or the state are read. Nothing has moved since, and
+        k is again the number of the step that met it.
         """
-        if self._program is not None:
-            with self._running():
+        with self._running():
+            if self._program is not None:
                 self._program.settle()
+            self.state.settle()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
