@@ -305,6 +305,7 @@ def accumulate(
     multiplier: float,
     watch: Watch,
     done: Callable[[Variable], None] | None = None,
+    kept_as: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
 
@@ -313,9 +314,11 @@ def accumulate(
     Args:
         problem, stencil, x, points, samples, multiplier, watch: as there.
         done: called with each point when its gradient is complete; it may move the point.
+        kept_as: how the gradient of a point's first term is kept while the next is differentiated.
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
+    kept: list[Tensor | None] = []
     for term in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(term.value, {term.name: term.value})
         terms[term.name] = term.value.detach()
@@ -325,8 +328,16 @@ def accumulate(
             scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
         point, last = term.y, term.last
         del term, scaled  # the last that holds on to the activations
-        if last and done is not None:
-            done(point)
+        if kept_as is not None and not last:
+            kept = [None if leaf.grad is None else leaf.grad.to(kept_as) for leaf in point.leaves]
+            point.clear_grads()
+        if last:
+            for leaf, before in zip_longest(point.leaves, kept):
+                if before is not None:
+                    leaf.grad = before.to(leaf.dtype) if leaf.grad is None else leaf.grad + before
+            kept.clear()
+            if done is not None:
+                done(point)
     return terms
 
 

@@ -32,6 +32,7 @@ class Watch:
         self._at_once = at_once
         self._notes: list[tuple[list[str], Tensor]] = []
         self._fine: Tensor | None = None if before is None else before._fine
+        self._posted: tuple[Tensor, torch.cuda.Event] | None = None
 
     def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
         """A scalar that is about to be differentiated, and the named terms that it is made of."""
@@ -79,11 +80,26 @@ class Watch:
         """Whether something noted so far is not finite, on the device; None: nothing is."""
         return None if self._fine is None else ~self._fine
 
+    def post(self) -> None:
+        """Have the answer brought from the device, so that :meth:`read` waits for no later work."""
+        if self._fine is not None and self._fine.is_cuda:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(self._fine, non_blocking=True)
+            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record()
+            self._posted = answer, there
+
     def read(self) -> None:
         """Raise :class:`~bilevel.errors.NonFiniteError` for the first bad number of the notes."""
-        if self._fine is None or bool(self._fine):
+        if self._posted is not None:
+            answer, there = self._posted
+            there.synchronize()
+            fine = bool(answer)
+        else:
+            fine = self._fine is None or bool(self._fine)
+        if fine:
             self._notes.clear()
-            self._fine = None  # what was read needs no second look
+            self._fine = self._posted = None  # what was read needs no second look
             return
         for names, values in self._notes:
             for name, value in zip(names, values.tolist(), strict=True):

@@ -90,6 +90,8 @@ class State:
 
     def taken(self, multiplier: float, watch: Watch | None = None) -> None:
         """Count a step; ``watch``: that nobody has waited for."""
+        if watch is not None:
+            watch.post()
         self._unread = None if watch is None else (watch, self.k, self.multiplier)
         self.k, self.multiplier = self.k + 1, multiplier
 

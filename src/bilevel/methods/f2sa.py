@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from bilevel import theory
 from bilevel.checks import check_choice, check_count, check_flag
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
@@ -122,8 +123,9 @@ class F2SA(PaperMethod[F2SAState]):
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
         accumulate: differentiate the terms of Phi one after another, so that the activations of
-            only one of them are alive: for large models. Otherwise all at once, in one backward
-            pass.
+            only one of them are alive, and where f is not evaluated between the copies, one
+            gradient: for large models. A dtype such as ``torch.bfloat16``: and keep the gradient
+            of f in it while that of g is computed. False: all at once, in one backward pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -146,7 +148,7 @@ class F2SA(PaperMethod[F2SAState]):
     scheme: Literal["forward", "central", "midpoint"] = "forward"
     order: int | None = None
     single_pass: bool = False
-    accumulate: bool = False
+    accumulate: bool | torch.dtype = False
 
     algorithm = "f2sa"
     properties = Properties(
@@ -162,7 +164,12 @@ class F2SA(PaperMethod[F2SAState]):
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
-        check_flag("accumulate", self.accumulate)
+        if not isinstance(self.accumulate, torch.dtype):
+            check_flag("accumulate", self.accumulate)
+        elif not self.accumulate.is_floating_point:
+            raise ArgumentTypeError(
+                f"accumulate must be True, False or a floating point type, not {self.accumulate!r}"
+            )
         if self.order is not None:
             check_count("order", self.order, least=2)
             if self.scheme != "central":
@@ -276,7 +283,7 @@ class F2SA(PaperMethod[F2SAState]):
         So there is one gradient at a time. Where f is evaluated between the copies, all of them
         depend on its gradient.
         """
-        return self.accumulate and not self.stencil.f_at_centre
+        return bool(self.accumulate) and not self.stencil.f_at_centre
 
     def _one_after_another(
         self,
@@ -301,7 +308,7 @@ class F2SA(PaperMethod[F2SAState]):
                 watch.read()
             update.apply(rate, gain, bad=watch.bad)
 
-        terms = accumulate(problem, self.stencil, state.x, state.points, samples, lam, watch, move)
+        terms = self._accumulated(problem, state, lam, samples, watch, move)
         self._recentre(state, len(moves.steps))
         return terms
 
@@ -336,12 +343,25 @@ class F2SA(PaperMethod[F2SAState]):
         self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
     ) -> dict[str, Tensor]:
         """Leave the gradient of Phi on the leaves; its terms."""
-        x, points = state.x, state.points
         if self.accumulate:
-            return accumulate(problem, self.stencil, x, points, samples, lam, watch)
-        phi = evaluate(problem, self.stencil, x, points, samples)
+            return self._accumulated(problem, state, lam, samples, watch)
+        phi = evaluate(problem, self.stencil, state.x, state.points, samples)
         phi.backward(lam, state.k, watch)
         return phi.terms
+
+    def _accumulated(
+        self,
+        problem: Problem,
+        state: F2SAState,
+        lam: float,
+        samples: list[Sample],
+        watch: Watch,
+        done: Callable[[Variable], None] | None = None,
+    ) -> dict[str, Tensor]:
+        kept_as = self.accumulate if isinstance(self.accumulate, torch.dtype) else None
+        return accumulate(
+            problem, self.stencil, state.x, state.points, samples, lam, watch, done, kept_as
+        )
 
     def moves(self, state: F2SAState, now: Now) -> Moves:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
