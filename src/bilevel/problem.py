@@ -318,7 +318,7 @@ def accumulate(
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
-    kept: list[Tensor | None] = []
+    kept: list[Tensor | None] | None = None
     for term in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(term.value, {term.name: term.value})
         terms[term.name] = term.value.detach()
@@ -328,17 +328,42 @@ def accumulate(
             scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
         point, last = term.y, term.last
         del term, scaled  # the last that holds on to the activations
-        if kept_as is not None and not last:
-            kept = [None if leaf.grad is None else leaf.grad.to(kept_as) for leaf in point.leaves]
-            point.clear_grads()
-        if last:
-            for leaf, before in zip_longest(point.leaves, kept):
-                if before is not None:
-                    leaf.grad = before.to(leaf.dtype) if leaf.grad is None else leaf.grad + before
-            kept.clear()
+        if not last:
+            # aside, not on the leaves: there every gradient of the next term is added by itself
+            kept = _kept(point, kept_as)
+        else:
+            _add(point, kept)
+            kept = None
             if done is not None:
                 done(point)
     return terms
+
+
+def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor | None]:
+    """The gradients, taken off the leaves; dense ones in the given type."""
+    grads = [leaf.grad for leaf in point.leaves]
+    point.clear_grads()
+    if dtype is None:
+        return grads
+    return [grad if grad is None or grad.is_sparse else grad.to(dtype) for grad in grads]
+
+
+@torch.no_grad()
+def _add(point: Variable, kept: list[Tensor | None] | None) -> None:
+    """Add what was kept to the gradients on the leaves."""
+    both: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for leaf, before in zip(point.leaves, kept or [], strict=False):
+        if before is None:
+            continue
+        if leaf.grad is None:
+            leaf.grad = before if before.is_sparse else before.to(leaf.dtype)
+        elif before.is_sparse or leaf.grad.is_sparse:
+            leaf.grad = added([leaf.grad], [before])[0]
+        else:
+            both[0].append(leaf.grad)
+            both[1].append(before)
+    if both[0]:
+        torch._foreach_add_(*both)
 
 
 class _Term(NamedTuple):
