@@ -94,6 +94,16 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
+    def combine(
+        self,
+        upper: Tensor | None,
+        lower: Tensor | None,
+        terms: dict[str, Tensor],
+        leaves: list[Tensor],
+    ) -> Phi:
+        """Phi of terms that were evaluated with :meth:`f` and :meth:`g`."""
+        return Phi(upper, lower, terms, leaves)
+
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
         return projections(x, "x_set", self.x_set)
@@ -299,7 +309,7 @@ def evaluate(
             lower = _added(lower, w, g)
             terms[f"lower({x.name}, {y.name})"] = g.detach()
     leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
-    return Phi(upper, lower, terms, leaves)
+    return problem.combine(upper, lower, terms, leaves)
 
 
 def _depends(value: Tensor, variable: Variable) -> bool:

@@ -200,6 +200,14 @@ class Variable:
         require_finite(step, self._gradient_names, grads)
         raise NonFiniteError(step, f"the step of {self.name}")
 
+    def require_finite(self, step: int, names: list[str], tensors: list[Tensor]) -> None:
+        """Raise unless numbers that were computed at this point are finite."""
+        require_finite(step, names, tensors)
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """The Euclidean norm of gradients of the leaves."""
+        return norm(grads)
+
     @torch.no_grad()
     def assign(self, other: Variable) -> None:
         """Move to the point of ``other``, in place."""
@@ -356,9 +364,15 @@ def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
         total = torch.stack(torch._foreach_norm(tensors)).sum()
     if math.isfinite(total.item()):
         return
-    for name, tensor in zip(names, tensors, strict=True):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(step, name)
+    name = first_not_finite(names, tensors)
+    if name is not None:
+        raise NonFiniteError(step, name)
+
+
+def first_not_finite(names: Sequence[str], tensors: Sequence[Tensor]) -> str | None:
+    """The name of the first tensor that holds a number that is not finite, if one does."""
+    named = zip(names, tensors, strict=True)
+    return next((name for name, t in named if not bool(torch.isfinite(t).all())), None)
 
 
 def norm(tensors: list[Tensor]) -> Tensor:

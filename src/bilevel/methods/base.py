@@ -23,7 +23,7 @@ from bilevel.errors import StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, norm, require_finite
+from bilevel.variables import Variable, buffers_kept
 
 if TYPE_CHECKING:
     from bilevel.methods.pace import Pace
@@ -173,7 +173,7 @@ class Tally:
                 cuda = [x.device] if x.device.type == "cuda" else []
                 with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
                     value = share * objective(x, y, batch)
-                require_finite(self._state.k, [name], [value])
+                x.require_finite(self._state.k, [name], [value])
             else:
                 value = terms[name]
             self._totals[name] = self._totals[name] + value if name in self._totals else value
@@ -202,7 +202,7 @@ class Tally:
             upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,
-            direction_norm=norm(direction),
+            direction_norm=self._state.x.norm(direction),
         )
 
 
