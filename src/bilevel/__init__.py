@@ -9,6 +9,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.many import Results, minimize_many
 from bilevel.methods import (
     AID,
     BOME,
@@ -50,6 +51,7 @@ __all__ = [
     "Outcome",
     "Problem",
     "Result",
+    "Results",
     "Solver",
     "Table",
     "check_hypergradient",
@@ -58,6 +60,7 @@ __all__ = [
     "errors",
     "hypergradient",
     "minimize",
+    "minimize_many",
     "problems",
     "schedules",
     "sets",

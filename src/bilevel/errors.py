@@ -129,3 +129,7 @@ class MultiplierWarning(BilevelWarning):
 
 class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
+
+
+class UnbatchedWarning(BilevelWarning):
+    """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""

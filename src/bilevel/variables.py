@@ -141,6 +141,13 @@ class Variable:
         return [buffer for module in self._modules for buffer in module.buffers()]
 
     @property
+    def fixed(self) -> list[Tensor]:
+        """What else the modules in the structure hold: parameters that are not moved, buffers."""
+        moved = {id(leaf) for leaf in self.leaves}
+        parameters = (p for module in self._modules for p in module.parameters())
+        return [*(p for p in parameters if id(p) not in moved), *self.buffers]
+
+    @property
     def device(self) -> torch.device:
         """Where the leaves lie."""
         return self.leaves[0].device

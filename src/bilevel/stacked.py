@@ -1,0 +1,294 @@
+"""Several runs as one computation: everything that is one number or one tensor per run, stacked.
+
+A method's step evaluates Phi, looks at gradients and moves variables. It is the same code for one
+run and for R of them, if what it is given is stacked: variables whose leaves have a first dimension
+of length R (:class:`Stack`), objectives evaluated by ``torch.vmap`` (:class:`StackedProblem`),
+rates and multipliers that are tensors of R numbers (:class:`StackedPace`). Runs are independent, so
+one backward pass of the sum of their Phi gives every direction of every run.
+
+A run that meets a number that is not finite ends there, in its last finite state, and the others go
+on (:class:`Runs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import NonFiniteError
+from bilevel.methods import F2SA, State
+from bilevel.methods.f2sa import F2SAState
+from bilevel.methods.pace import Pace
+from bilevel.methods.updates import Now, Update
+from bilevel.problem import Phi, Problem
+from bilevel.sets import Projection
+from bilevel.stacked_streams import Batches, UnbatchableError
+from bilevel.streams import Draw
+from bilevel.variables import Variable, first_not_finite, substituted
+
+
+class Runs:
+    """Which of the stacked runs still go on.
+
+    Attributes:
+        count: R.
+        going: for each run whether it goes on, on the device.
+        ended: the runs that do not, and what ended them.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count = count
+        self.going = torch.ones(count, dtype=torch.bool, device=device)
+        self.ended: dict[int, NonFiniteError] = {}
+
+    def require(self, good: Tensor, step: int, culprit: Callable[[int], str]) -> None:
+        """End the runs that are not ``good``; ``culprit`` names what is not finite in one."""
+        if bool((good | ~self.going if self.ended else good).all()):
+            return
+        for run in (self.going & ~good).nonzero()[:, 0].tolist():
+            self.ended[run] = NonFiniteError(step, culprit(run))
+        self.going = self.going & good
+
+    def only_going(self, moved: Tensor, before: Tensor | float) -> Tensor:
+        """``moved`` in the runs that go on, ``before`` in the others."""
+        if not self.ended:
+            return moved
+        return torch.where(per_run(self.going, moved), moved, before)
+
+
+def per_run(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number per run, shaped so that it meets every entry of ``like`` of that run."""
+    return numbers.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def each(name: str, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+    """``function`` of one run as a function of all."""
+    mapped = torch.vmap(function, in_dims, randomness="error")
+
+    def of_all(*arguments: Any) -> Any:
+        try:
+            return mapped(*arguments)
+        except Exception as error:
+            # one run alone was evaluated before this, and all will be, one by one, after it: what
+            # is the user's own mistake comes up there
+            message = str(error).split(". ")[0].splitlines()
+            said = f"{type(error).__name__}: {message[0] if message else ''}"
+            raise UnbatchableError(
+                f"{name} cannot be evaluated for all runs at once ({said})"
+            ) from error
+
+    return of_all
+
+
+class Stack(Variable):
+    """One point of every run.
+
+    Attributes:
+        template: the same point of one run, in whose structure the objectives receive each.
+        runs: which of them go on.
+    """
+
+    def __init__(
+        self, template: Variable, leaves: Sequence[Tensor], runs: Runs, name: str | None = None
+    ) -> None:
+        super().__init__(list(leaves), template.name if name is None else name)
+        self.template = template
+        self.runs = runs
+        self.names = [self.name + path.removeprefix(template.name) for path in template.names]
+        self._gradient_names = [f"the gradient of {path}" for path in self.names]
+        self.requires_grad_(True)
+
+    def clone(self, name: str | None = None) -> Stack:
+        leaves = [leaf.detach().clone() for leaf in self.leaves]
+        return Stack(self.template, leaves, self.runs, self.name if name is None else name)
+
+    def of_run(self, run: int) -> Any:
+        """A copy of the value of one run, for the user to keep."""
+        with torch.no_grad():
+            for mine, leaf in zip(self.template.leaves, self.leaves, strict=True):
+                mine.copy_(leaf[run])
+        return self.template.detached()
+
+    def require_finite_grads(self, step: int, rate: float = 1.0) -> None:
+        grads = self.grads()
+        longest = torch.finfo(grads[0].dtype).max / 4
+        # the Euclidean norm is no smaller than the largest entry, and faster to get
+        good = abs(rate) * self.norm(grads) <= longest  # false for NaN
+        if bool(good.all()):
+            return
+        some = [g.reshape(len(g), -1) for g in grads if g.numel()]
+        good = abs(rate) * torch.stack([g.abs().amax(1) for g in some]).amax(0) <= longest
+
+        def culprit(run: int) -> str:
+            name = first_not_finite(self._gradient_names, [grad[run] for grad in grads])
+            return name or f"the step of {self.name}"
+
+        self.runs.require(good, step, culprit)
+
+    def require_finite(self, step: int, names: list[str], tensors: list[Tensor]) -> None:
+        good = torch.stack([torch.isfinite(t) for t in tensors]).all(0)
+
+        def culprit(run: int) -> str:
+            return first_not_finite(names, [t[run] for t in tensors]) or names[0]
+
+        self.runs.require(good, step, culprit)
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return total
+
+
+@dataclass(frozen=True)
+class StackedPhi(Phi):
+    """Phi of every run; ``upper``, ``lower`` and the terms hold one number per run."""
+
+    runs: Runs
+
+    def at(self, multiplier: float) -> Tensor:
+        if self.lower is None:
+            return super().at(multiplier)
+        weighted = torch.as_tensor(multiplier).to(self.lower.dtype) * self.lower
+        return weighted if self.upper is None else self.upper + weighted
+
+    def backward_of(self, value: Tensor, step: int) -> None:
+        def culprit(run: int) -> str:
+            name = first_not_finite(list(self.terms), [t[run] for t in self.terms.values()])
+            return name or "Phi, the sum of " + ", ".join(self.terms) + ","
+
+        self.runs.require(torch.isfinite(value), step, culprit)
+        if value.requires_grad:
+            value.sum().backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
+
+
+class StackedProblem(Problem):
+    """A problem whose objectives take the points and batches of all runs, and return R numbers."""
+
+    def __init__(self, problem: Problem, runs: Runs) -> None:
+        super().__init__(problem.upper, problem.lower, problem.x_set, problem.y_set)
+        self._problem = problem
+        self._runs = runs
+
+    def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
+        return self._each("upper(x, y, batch)", self._problem.f, x, y, batch)
+
+    def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
+        return self._each("lower(x, y, batch)", self._problem.g, x, y, batch)
+
+    def combine(
+        self,
+        upper: Tensor | None,
+        lower: Tensor | None,
+        terms: dict[str, Tensor],
+        leaves: list[Tensor],
+    ) -> Phi:
+        return StackedPhi(upper, lower, terms, leaves, self._runs)
+
+    def _each(
+        self,
+        name: str,
+        objective: Callable[[Variable, Variable, Any], Tensor],
+        x: Variable,
+        y: Variable,
+        batch: Batches,
+    ) -> Tensor:
+        assert isinstance(x, Stack)
+        assert isinstance(y, Stack)
+        of_x, of_y = x.template, y.template
+
+        def of_one(x_leaves: list[Tensor], y_leaves: list[Tensor], value: Any) -> Tensor:
+            with substituted(of_x, x_leaves), substituted(of_y, y_leaves):
+                return objective(of_x, of_y, value if batch.stacked else batch.value)
+
+        before = _versions(of_x, of_y)
+        argument = batch.value if batch.stacked else ()
+        values: Tensor = each(name, of_one)(x.leaves, y.leaves, argument)
+        if _versions(of_x, of_y) != before:
+            raise UnbatchableError(
+                f"{name} changes the buffers of a module, of which every run has its own"
+            )
+        return values
+
+
+def _versions(*variables: Variable) -> list[tuple[int, int]]:
+    """What differs after a buffer was changed in place or replaced."""
+    buffers = [buffer for variable in variables for buffer in variable.buffers]
+    return [(id(buffer), buffer._version) for buffer in buffers]
+
+
+class StackedUpdate(Update):
+    """How one variable moves in every run: by plain steps, then back into its set."""
+
+    def __init__(self, variable: Stack, projections: Sequence[Projection | None]) -> None:
+        self._runs = variable.runs
+        super().__init__(
+            variable,
+            [None if project is None else self._of_all(project) for project in projections],
+        )
+
+    def _of_all(self, project: Projection) -> Projection:
+        mapped = each(f"the set {project!r}", project)
+        return lambda leaf: self._runs.only_going(mapped(leaf), leaf)
+
+    def _step(self, grads: Sequence[Tensor], rate: float) -> None:
+        for leaf, grad in zip(self._variable.leaves, grads, strict=True):
+            along = per_run(torch.as_tensor(rate), leaf).to(leaf.dtype)
+            leaf.addcmul_(self._runs.only_going(grad, 0.0), along)
+
+
+class StackedPace(Pace):
+    """The given rates of every run, in tensors."""
+
+    def __init__(self, methods: Sequence[F2SA], device: torch.device) -> None:
+        super().__init__(methods[0].rates)
+        distinct = {id(method): method for method in methods}
+        self._all = [method.rates for method in distinct.values()]
+        places = {key: place for place, key in enumerate(distinct)}
+        self._place = torch.tensor([places[id(method)] for method in methods], device=device)
+        self._before = [0.0] * len(self._all)
+        self._given: list[Now] = []
+        self._now: Now | None = None
+
+    def at(self, problem: Problem, state: State, draw: Draw) -> Now:
+        pairs = zip(self._all, self._before, strict=True)
+        given = [rates.at(state.k, before) for rates, before in pairs]
+        self._before = [now.multiplier for now in given]
+        if self._now is None or given != self._given:  # else nothing need go to the device
+            self._given, self._now = given, self._stacked(given)
+        return self._now
+
+    def _stacked(self, given: Sequence[Now]) -> Now:
+        device = self._place.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+
+        def of_all(name: str) -> float:
+            numbers = [getattr(now, name) for now in given]
+            stacked = torch.tensor(numbers, dtype=dtype, device=device)[self._place]
+            # a step multiplies by its rates and divides by its multiplier, whatever they are
+            return cast(float, stacked)
+
+        return Now(*(of_all(name) for name in ("lower", "penalty", "upper", "multiplier")))
+
+
+def stacked_state(methods: Sequence[F2SA], problem: Problem, x: Stack, y: Stack) -> F2SAState:
+    """The state of all runs at their start, where ``methods[r]`` is that of run r.
+
+    They differ only in their rates and multipliers.
+    """
+    stencil = methods[0].stencil
+    points = [cast(Stack, point) for point in stencil.points(y)]
+    projections = problem.y_projections(y.template)
+    return F2SAState(
+        x=x,
+        k=0,
+        multiplier=0.0,
+        pace=StackedPace(methods, x.device),
+        points=list(points),
+        centre=stencil.solution,
+        x_update=StackedUpdate(x, problem.x_projections(x.template)),
+        y_updates=[StackedUpdate(point, projections) for point in points],
+    )
