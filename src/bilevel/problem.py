@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,6 +94,16 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
+    def values(self, x: Variable, terms: Sequence[Term], rewind: Rewind | None) -> list[Tensor]:
+        """The objectives at several points; with ``rewind`` all draw the same at random."""
+        values = []
+        for term in terms:
+            if rewind is not None:
+                rewind()
+            objective = self.f if term.level == "upper" else self.g
+            values.append(objective(x, term.y, term.batch))
+        return values
+
     def combine(
         self,
         upper: Tensor | None,
@@ -133,6 +143,25 @@ class Problem:
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
                     )
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of Phi.
+
+    Attributes:
+        level: "upper" for f, "lower" for g.
+        y: where it is evaluated.
+        batch: on what.
+        share: of the batch in a larger one.
+        weight: u_i or w_i.
+    """
+
+    level: Literal["upper", "lower"]
+    y: Variable
+    batch: Any
+    share: float = 1.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -290,26 +319,24 @@ def evaluate(
     Points that share their sample also share what the objectives draw at random. ``rewind`` makes
     the whole evaluation draw what an earlier one did.
     """
-    upper = lower = None
-    terms = {}
+    wanted = []
+    for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
+        if u and sample.upper_share:
+            wanted.append(Term("upper", y, sample.upper, sample.upper_share, u))
+        if w and sample.lower_share:
+            wanted.append(Term("lower", y, sample.lower, sample.lower_share, w))
     rewind = Rewind(x.device) if rewind is None else rewind
     rewind()
     shared = all(sample is samples[0] for sample in samples)
-    for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
-        if shared:
-            rewind()
-        if u and sample.upper_share:
-            f = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
-            upper = _added(upper, u, f)
-            terms[f"upper({x.name}, {y.name})"] = f.detach()
-        if shared:
-            rewind()
-        if w and sample.lower_share:
-            g = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            lower = _added(lower, w, g)
-            terms[f"lower({x.name}, {y.name})"] = g.detach()
+    values = problem.values(x, wanted, rewind if shared else None)
+    totals: dict[str, Tensor | None] = {"upper": None, "lower": None}
+    terms = {}
+    for term, value in zip(wanted, values, strict=True):
+        value = _scaled(term.share, value)
+        totals[term.level] = _added(totals[term.level], term.weight, value)
+        terms[f"{term.level}({x.name}, {term.y.name})"] = value.detach()
     leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
-    return problem.combine(upper, lower, terms, leaves)
+    return problem.combine(totals["upper"], totals["lower"], terms, leaves)
 
 
 def _depends(value: Tensor, variable: Variable) -> bool:

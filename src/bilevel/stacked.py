@@ -12,8 +12,9 @@ on (:class:`Runs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,10 @@ from bilevel.methods import F2SA, State
 from bilevel.methods.f2sa import F2SAState
 from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now, Update
-from bilevel.problem import Phi, Problem
+from bilevel.problem import Phi, Problem, Term
+from bilevel.randomness import Rewind
 from bilevel.sets import Projection
-from bilevel.stacked_streams import Batches, UnbatchableError
+from bilevel.stacked_streams import UnbatchableError
 from bilevel.streams import Draw
 from bilevel.variables import Variable, first_not_finite, substituted
 
@@ -65,9 +67,9 @@ def per_run(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def each(name: str, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-    """``function`` of one run as a function of all."""
-    mapped = torch.vmap(function, in_dims, randomness="error")
+def each(name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of one run as a function of all; ``name`` is what it was about to evaluate."""
+    mapped = torch.vmap(function, randomness="error")
 
     def of_all(*arguments: Any) -> Any:
         try:
@@ -75,10 +77,10 @@ def each(name: str, function: Callable[..., Any], in_dims: Any = 0) -> Callable[
         except Exception as error:
             # one run alone was evaluated before this, and all will be, one by one, after it: what
             # is the user's own mistake comes up there
-            message = str(error).split(". ")[0].splitlines()
-            said = f"{type(error).__name__}: {message[0] if message else ''}"
+            said = (str(error).splitlines() or [""])[0].split(". ")[0]
             raise UnbatchableError(
-                f"{name} cannot be evaluated for all runs at once ({said})"
+                f"{name()} cannot be evaluated for all runs at once "
+                f"({type(error).__name__}: {said})"
             ) from error
 
     return of_all
@@ -174,10 +176,52 @@ class StackedProblem(Problem):
         self._runs = runs
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._each("upper(x, y, batch)", self._problem.f, x, y, batch)
+        return self.values(x, [Term("upper", y, batch)])[0]
 
     def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._each("lower(x, y, batch)", self._problem.g, x, y, batch)
+        return self.values(x, [Term("lower", y, batch)])[0]
+
+    def values(
+        self, x: Variable, terms: Sequence[Term], rewind: Rewind | None = None
+    ) -> list[Tensor]:
+        """R numbers for each term, all from one call of vmap, which costs as much as many terms."""
+        variables = {id(v): v for v in (x, *(term.y for term in terms))}
+        batches = {id(term.batch): term.batch for term in terms}
+        templates = {id(v.template): v.template for v in variables.values() if isinstance(v, Stack)}
+        counts = [len(v.leaves) for v in variables.values()]
+        name = ""
+
+        def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal name
+            rest = iter(tensors)
+            leaves = {key: list(islice(rest, n)) for key, n in zip(variables, counts, strict=True)}
+            own = {key: batch.of_one(rest) for key, batch in batches.items()}
+            values = []
+            for term in terms:
+                name = f"{term.level}(x, y, batch)"
+                values.append(self._of_one(x, term, leaves, own[id(term.batch)]))
+            return tuple(values)
+
+        before = _versions(templates.values())
+        tensors = [leaf for v in variables.values() for leaf in v.leaves]
+        tensors += [tensor for batch in batches.values() for tensor in batch.tensors]
+        values = each(lambda: name, of_one)(*tensors)
+        if _versions(templates.values()) != before:
+            raise UnbatchableError(
+                "the objectives change the buffers of a module, of which every run has its own"
+            )
+        return list(values)
+
+    def _of_one(
+        self, x: Variable, term: Term, leaves: Mapping[int, list[Tensor]], batch: Any
+    ) -> Tensor:
+        """A term of one run."""
+        assert isinstance(x, Stack)
+        assert isinstance(term.y, Stack)
+        of_x, of_y = x.template, term.y.template
+        objective = self._problem.f if term.level == "upper" else self._problem.g
+        with substituted(of_x, leaves[id(x)]), substituted(of_y, leaves[id(term.y)]):
+            return objective(of_x, of_y, batch)
 
     def combine(
         self,
@@ -188,33 +232,8 @@ class StackedProblem(Problem):
     ) -> Phi:
         return StackedPhi(upper, lower, terms, leaves, self._runs)
 
-    def _each(
-        self,
-        name: str,
-        objective: Callable[[Variable, Variable, Any], Tensor],
-        x: Variable,
-        y: Variable,
-        batch: Batches,
-    ) -> Tensor:
-        assert isinstance(x, Stack)
-        assert isinstance(y, Stack)
-        of_x, of_y = x.template, y.template
 
-        def of_one(x_leaves: list[Tensor], y_leaves: list[Tensor], value: Any) -> Tensor:
-            with substituted(of_x, x_leaves), substituted(of_y, y_leaves):
-                return objective(of_x, of_y, value if batch.stacked else batch.value)
-
-        before = _versions(of_x, of_y)
-        argument = batch.value if batch.stacked else ()
-        values: Tensor = each(name, of_one)(x.leaves, y.leaves, argument)
-        if _versions(of_x, of_y) != before:
-            raise UnbatchableError(
-                f"{name} changes the buffers of a module, of which every run has its own"
-            )
-        return values
-
-
-def _versions(*variables: Variable) -> list[tuple[int, int]]:
+def _versions(variables: Iterable[Variable]) -> list[tuple[int, int]]:
     """What differs after a buffer was changed in place or replaced."""
     buffers = [buffer for variable in variables for buffer in variable.buffers]
     return [(id(buffer), buffer._version) for buffer in buffers]
@@ -231,7 +250,7 @@ class StackedUpdate(Update):
         )
 
     def _of_all(self, project: Projection) -> Projection:
-        mapped = each(f"the set {project!r}", project)
+        mapped = each(lambda: " ".join(f"the set {project!r}".split()), project)
         return lambda leaf: self._runs.only_going(mapped(leaf), leaf)
 
     def _step(self, grads: Sequence[Tensor], rate: float) -> None:

@@ -34,6 +34,15 @@ class Batches:
     value: Any
     stacked: bool
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that have a first dimension for the runs."""
+        return list(_tensors(self.value)) if self.stacked else []
+
+    def of_one(self, tensors: Iterator[Tensor]) -> Any:
+        """The batch of one run, with what it has in place of :attr:`tensors`."""
+        return _joined(lambda _: next(tensors), [self.value]) if self.stacked else self.value
+
 
 class _Together(Stream, Generic[S]):
     """The streams of all runs."""
@@ -146,3 +155,12 @@ def _joined(join: Callable[[list[Tensor]], Tensor], batches: Sequence[Any]) -> A
         parts = [_joined(join, part) for part in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise UnbatchableError(f"a batch holds {first!r}, which is no tensor")
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """In the order in which :func:`_joined` comes to them."""
+    if isinstance(batch, Tensor):
+        yield batch
+    else:
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)

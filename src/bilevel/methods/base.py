@@ -166,9 +166,9 @@ class Tally:
                 wanted.append(("lower", self._problem.g, y, sample.lower, sample.lower_share))
         for level, objective, y, batch, share in wanted:
             name = f"{level}(x, {y.name})"
-            if not share:
-                continue
             if name not in terms:
+                if not share:
+                    continue
                 # what is only reported must not move the run: not its buffers, not its randomness
                 cuda = [x.device] if x.device.type == "cuda" else []
                 with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
