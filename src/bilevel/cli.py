@@ -172,6 +172,25 @@ def bench_table(
     _bench(table, json_file, threads=1, seed=seed, **options)
 
 
+@bench_app.command("many")
+def bench_many(
+    runs: Annotated[int, typer.Option(min=1, help="The largest number of runs.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Outer steps of each run.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the times are medians.")] = 5,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="For torch; else as many as it takes.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Many seeds at once against one after another."""
+    from bilevel.benchmarks import many
+
+    options: dict[str, Any] = {"runs": runs, "steps": steps, "repeats": repeats, "device": device}
+    _bench(many, json_file, threads=threads, seed=seed, **options)
+
+
 def _bench(
     benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
 ) -> None:
