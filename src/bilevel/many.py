@@ -204,7 +204,7 @@ def minimize_many(
         ...     lower_data=problem.lower_noise,
         ... )
         >>> results.x.shape, results.curves("upper").shape
-        (torch.Size([16, 10]), (2, 8, 50))
+        (torch.Size([16, 5]), (2, 8, 50))
         >>> results.best_method().upper_lr
         0.2
     """
