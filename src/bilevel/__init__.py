@@ -7,6 +7,8 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 :func:`check_hypergradient`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.many import Results, minimize_many
@@ -30,6 +32,9 @@ from bilevel.minimize import Outcome, Result, minimize
 from bilevel.problem import Problem
 from bilevel.solver import Solver
 from bilevel.table import Table
+
+if TYPE_CHECKING:
+    from bilevel.cleaning import LabelCleaner as LabelCleaner
 
 __version__ = "0.1.0"
 
@@ -66,3 +71,12 @@ __all__ = [
     "sets",
     "theory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs more than PyTorch and NumPy is imported when it is first asked for."""
+    if name == "LabelCleaner":
+        from bilevel.cleaning import LabelCleaner
+
+        return LabelCleaner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

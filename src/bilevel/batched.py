@@ -62,6 +62,8 @@ def why_alone(method: Method[Any]) -> str | None:
     for name in ("lower_optimizer", "upper_optimizer", "acceleration"):
         if getattr(method, name, None) is not None:
             return f"{name} keeps a state of its own for each run"
+    if method.accumulate:
+        return "accumulate=True is for runs of which not even one is to be held at once"
     for name, rate in (("lower_lr", method.rates.lower), ("upper_lr", method.rates.upper)):
         if rate is None:
             return f"{name}='auto' is found by each run on its own way (give a number)"

@@ -191,6 +191,49 @@ def bench_many(
     _bench(many, json_file, threads=threads, seed=seed, **options)
 
 
+@bench_app.command("lm")
+def bench_lm(
+    device: Annotated[str, typer.Option(help="Where.")] = "cuda",
+    compiled: Annotated[bool, typer.Option(help="Compile the model.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the tokens.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """An F2SA step of a 124M language model beside a plain training step (needs a GPU)."""
+    from bilevel.benchmarks import lm
+
+    _bench(lm, json_file, seed=seed, device=device, compiled=compiled, repeats=repeats)
+
+
+@bench_app.command("peers")
+def bench_peers(
+    corruption: Annotated[
+        float, typer.Option(help="The part of labels that are wrong, 0.1 or 0.3.")
+    ] = 0.3,
+    seconds: Annotated[float, typer.Option(help="Of the processor, for each run.")] = 12.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the minibatches.")] = 0,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds to clean labels of MNIST, against other libraries (installs them first)."""
+    from bilevel.benchmarks.peers import race
+
+    options: dict[str, Any] = {"corruption": corruption, "seconds": seconds, "seed": seed}
+    _bench(race, json_file, threads=1, data_dir=data_dir, **options)
+
+
+@bench_app.command("cleaning")
+def bench_cleaning(
+    seed: Seed = 0,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What LabelCleaner finds among the labels of MNIST, and how long it takes."""
+    from bilevel.benchmarks import cleaning
+
+    _bench(cleaning, json_file, threads=1, seed=seed, data_dir=data_dir)
+
+
 def _bench(
     benchmark: Benchmark, json_file: Path | None, *, threads: int | None = None, **options: Any
 ) -> None:

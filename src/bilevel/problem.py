@@ -18,21 +18,22 @@ Nothing is ever differentiated twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentTypeError, NonFiniteError, ObjectiveError
+from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
 from bilevel.rows import added
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
-from bilevel.variables import Variable, buffers_kept, held, require_finite
+from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``objective(x, y, batch) -> scalar tensor``; batch is None where there is no data."""
@@ -94,15 +95,16 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
-    def values(self, x: Variable, terms: Sequence[Term], rewind: Rewind | None) -> list[Tensor]:
-        """The objectives at several points; with ``rewind`` all draw the same at random."""
-        values = []
-        for term in terms:
-            if rewind is not None:
+    def values(self, x: Variable, terms: Sequence[Term], rewind: Rewind | None) -> Iterable[Tensor]:
+        """The objectives at several points, each evaluated when it is asked for.
+
+        With ``rewind`` all of them draw the same at random.
+        """
+        for number, term in enumerate(terms):
+            if number and rewind is not None:
                 rewind()
             objective = self.f if term.level == "upper" else self.g
-            values.append(objective(x, term.y, term.batch))
-        return values
+            yield objective(x, term.y, term.batch)
 
     def combine(
         self,
@@ -111,8 +113,12 @@ class Problem:
         terms: dict[str, Tensor],
         leaves: list[Tensor],
     ) -> Phi:
-        """Phi of terms that were evaluated with :meth:`f` and :meth:`g`."""
+        """Phi, of what :meth:`values` gave."""
         return Phi(upper, lower, terms, leaves)
+
+    def watch(self, step: int, device: torch.device) -> Watch:
+        """What looks after the numbers of one outer step."""
+        return Watch(step, at_once=device.type == "cpu")
 
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
@@ -145,8 +151,7 @@ class Problem:
                     )
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One term of Phi.
 
     Attributes:
@@ -162,6 +167,10 @@ class Term:
     batch: Any
     share: float = 1.0
     weight: float = 1.0
+
+    def name(self, x: Variable) -> str:
+        """What messages call it."""
+        return f"{self.level}({x.name}, {self.y.name})"
 
 
 @dataclass(frozen=True)
@@ -273,8 +282,8 @@ class Phi:
     Attributes:
         upper: sum_i u_i * f(x, y_i); None where the sample has no part for f.
         lower: sum_i w_i * g(x, y_i); None where the sample has no part for g.
-        terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, detached
-            and weighted by the share of the sample, so that those of several parts add up.
+        terms: f and g at each copy, as ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``, weighted
+            by the share of the sample, so that those of several parts add up.
         leaves: what a backward pass leaves gradients on; nothing else that the objectives use is
             given one.
     """
@@ -284,24 +293,28 @@ class Phi:
     terms: dict[str, Tensor]
     leaves: list[Tensor]
 
-    def at(self, multiplier: float) -> Tensor:
+    def at(self, multiplier: float | Tensor) -> Tensor:
         """The scalar for one multiplier."""
         if self.lower is None:
             assert self.upper is not None, "a sample without any term"
             return self.upper
+        if isinstance(multiplier, Tensor):
+            scaled = multiplier.to(self.lower.dtype) * self.lower
+            return scaled if self.upper is None else self.upper + scaled
         if self.upper is None:
             return multiplier * self.lower
         return torch.add(self.upper, self.lower, alpha=multiplier)
 
-    def backward(self, multiplier: float, step: int) -> None:
-        """Leave every direction on the leaves; a non-finite term stops the run by its name."""
-        self.backward_of(self.at(multiplier), step)
+    def backward(self, multiplier: float, step: int, watch: Watch | None = None) -> None:
+        """Leave every direction on the leaves; a non-finite term stops the run by its name.
 
-    def backward_of(self, value: Tensor, step: int) -> None:
+        With a ``watch``, when that is read.
+        """
+        self.backward_of(self.at(multiplier), step, watch)
+
+    def backward_of(self, value: Tensor, step: int, watch: Watch | None = None) -> None:
         """The same for another scalar made of the terms."""
-        if not math.isfinite(value.item()):
-            require_finite(step, list(self.terms), list(self.terms.values()))
-            raise NonFiniteError(step, "Phi, the sum of " + ", ".join(self.terms) + ",")
+        (watch or Watch(step, at_once=True)).scalar(value, self.terms)
         if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
             value.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
@@ -319,24 +332,68 @@ def evaluate(
     Points that share their sample also share what the objectives draw at random. ``rewind`` makes
     the whole evaluation draw what an earlier one did.
     """
-    wanted = []
+    upper = lower = None
+    terms: dict[str, Tensor] = {}
+    for term, value in _terms(problem, stencil, x, points, samples, rewind):
+        terms[term.name(x)] = value
+        if term.level == "upper":
+            upper = _added(upper, term.weight, value)
+        else:
+            lower = _added(lower, term.weight, value)
+    return problem.combine(upper, lower, terms, _leaves(x, points))
+
+
+def accumulate(
+    problem: Problem,
+    stencil: Stencil,
+    x: Variable,
+    points: Sequence[Variable],
+    samples: Sequence[Sample],
+    multiplier: float,
+    watch: Watch,
+) -> dict[str, Tensor]:
+    """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
+
+    The activations of only one term are alive at a time. Returned are the terms.
+    """
+    terms: dict[str, Tensor] = {}
+    leaves = _leaves(x, points)
+    for term, value in _terms(problem, stencil, x, points, samples, None):
+        watch.scalar(value, {term.name(x): value})
+        terms[term.name(x)] = value.detach()
+        if value.requires_grad:
+            weight = term.weight if term.level == "upper" else multiplier * term.weight
+            (weight * value).backward(inputs=leaves)  # type: ignore[no-untyped-call]
+    return terms
+
+
+def _terms(
+    problem: Problem,
+    stencil: Stencil,
+    x: Variable,
+    points: Sequence[Variable],
+    samples: Sequence[Sample],
+    rewind: Rewind | None,
+) -> Iterator[tuple[Term, Tensor]]:
+    """Each term of Phi and its value, weighted by the share of its sample."""
+    if rewind is None:
+        rewind = Rewind(x.device)
+    else:
+        rewind()
+    terms = []
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
         if u and sample.upper_share:
-            wanted.append(Term("upper", y, sample.upper, sample.upper_share, u))
+            terms.append(Term("upper", y, sample.upper, sample.upper_share, u))
         if w and sample.lower_share:
-            wanted.append(Term("lower", y, sample.lower, sample.lower_share, w))
-    rewind = Rewind(x.device) if rewind is None else rewind
-    rewind()
+            terms.append(Term("lower", y, sample.lower, sample.lower_share, w))
     shared = all(sample is samples[0] for sample in samples)
-    values = problem.values(x, wanted, rewind if shared else None)
-    totals: dict[str, Tensor | None] = {"upper": None, "lower": None}
-    terms = {}
-    for term, value in zip(wanted, values, strict=True):
-        value = _scaled(term.share, value)
-        totals[term.level] = _added(totals[term.level], term.weight, value)
-        terms[f"{term.level}({x.name}, {term.y.name})"] = value.detach()
-    leaves = [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
-    return problem.combine(totals["upper"], totals["lower"], terms, leaves)
+    values = problem.values(x, terms, rewind if shared else None)
+    for term, value in zip(terms, values, strict=True):
+        yield term, _scaled(term.share, value)
+
+
+def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:
+    return [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
 
 
 def _depends(value: Tensor, variable: Variable) -> bool:

@@ -68,10 +68,10 @@ class Rewind:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        self._state = torch.get_rng_state()
+        self._state = torch.default_generator.get_state()
         self._cuda_state = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
 
     def __call__(self) -> None:
-        torch.set_rng_state(self._state)
+        torch.default_generator.set_state(self._state)
         if self._cuda_state is not None and self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)

@@ -30,7 +30,8 @@ from bilevel.randomness import Rewind
 from bilevel.sets import Projection
 from bilevel.stacked_streams import UnbatchableError
 from bilevel.streams import Draw
-from bilevel.variables import Variable, first_not_finite, substituted
+from bilevel.variables import Variable, first_not_finite, longest_step, substituted
+from bilevel.watch import Watch
 
 
 class Runs:
@@ -101,7 +102,7 @@ class Stack(Variable):
         self.template = template
         self.runs = runs
         self.names = [self.name + path.removeprefix(template.name) for path in template.names]
-        self._gradient_names = [f"the gradient of {path}" for path in self.names]
+        self.gradient_names = [f"the gradient of {path}" for path in self.names]
         self.requires_grad_(True)
 
     def clone(self, name: str | None = None) -> Stack:
@@ -115,54 +116,60 @@ class Stack(Variable):
                 mine.copy_(leaf[run])
         return self.template.detached()
 
-    def require_finite_grads(self, step: int, rate: float = 1.0) -> None:
-        grads = self.grads()
-        longest = torch.finfo(grads[0].dtype).max / 4
-        # the Euclidean norm is no smaller than the largest entry, and faster to get
-        good = abs(rate) * self.norm(grads) <= longest  # false for NaN
-        if bool(good.all()):
-            return
-        some = [g.reshape(len(g), -1) for g in grads if g.numel()]
-        good = abs(rate) * torch.stack([g.abs().amax(1) for g in some]).amax(0) <= longest
-
-        def culprit(run: int) -> str:
-            name = first_not_finite(self._gradient_names, [grad[run] for grad in grads])
-            return name or f"the step of {self.name}"
-
-        self.runs.require(good, step, culprit)
-
-    def require_finite(self, step: int, names: list[str], tensors: list[Tensor]) -> None:
-        good = torch.stack([torch.isfinite(t) for t in tensors]).all(0)
-
-        def culprit(run: int) -> str:
-            return first_not_finite(names, [t[run] for t in tensors]) or names[0]
-
-        self.runs.require(good, step, culprit)
-
     def norm(self, grads: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         return total
 
 
+class StackedWatch(Watch):
+    """Ends a run at its first number that is not finite; the others go on."""
+
+    def __init__(self, step: int, runs: Runs) -> None:
+        super().__init__(step, at_once=True)
+        self._runs = runs
+
+    def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
+        whole = "Phi, the sum of " + ", ".join(terms) + ","
+        self._look(torch.isfinite(value), {**terms, whole: value})
+
+    def numbers(self, names: list[str], values: list[Tensor]) -> None:
+        named = dict(zip(names, values, strict=True))
+        self._look(torch.isfinite(torch.stack(values)).all(0), named)
+
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, last: bool = False) -> None:
+        for variable, rate in moves:
+            self._gradient(variable, rate)
+
+    def _gradient(self, variable: Variable, rate: float) -> None:
+        grads = variable.grads()
+        longest = longest_step(grads)
+        # the Euclidean norm is no smaller than the largest entry, and faster to get
+        good = abs(rate) * variable.norm(grads) <= longest  # false for NaN
+        if bool(good.all()):
+            return
+        some = [g.reshape(len(g), -1) for g in grads if g.numel()]
+        good = abs(rate) * torch.stack([g.abs().amax(1) for g in some]).amax(0) <= longest
+        named = dict(zip(variable.gradient_names, grads, strict=True))
+        self._look(good, named, f"the step of {variable.name}")
+
+    def _look(self, good: Tensor, named: Mapping[str, Tensor], other: str = "a number") -> None:
+        """End the runs that are not ``good``, by the first of the named that is not finite."""
+
+        def culprit(run: int) -> str:
+            of_run = [tensor[run] for tensor in named.values()]
+            return first_not_finite(list(named), of_run) or other
+
+        self._runs.require(good, self._step, culprit)
+
+
 @dataclass(frozen=True)
 class StackedPhi(Phi):
     """Phi of every run; ``upper``, ``lower`` and the terms hold one number per run."""
 
-    runs: Runs
-
-    def at(self, multiplier: float) -> Tensor:
-        if self.lower is None:
-            return super().at(multiplier)
-        weighted = torch.as_tensor(multiplier).to(self.lower.dtype) * self.lower
-        return weighted if self.upper is None else self.upper + weighted
-
-    def backward_of(self, value: Tensor, step: int) -> None:
-        def culprit(run: int) -> str:
-            name = first_not_finite(list(self.terms), [t[run] for t in self.terms.values()])
-            return name or "Phi, the sum of " + ", ".join(self.terms) + ","
-
-        self.runs.require(torch.isfinite(value), step, culprit)
+    def backward_of(self, value: Tensor, step: int, watch: Watch | None = None) -> None:
+        assert watch is not None, "what looks after one run cannot look after many"
+        watch.scalar(value, self.terms)
         if value.requires_grad:
             value.sum().backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
@@ -230,7 +237,10 @@ class StackedProblem(Problem):
         terms: dict[str, Tensor],
         leaves: list[Tensor],
     ) -> Phi:
-        return StackedPhi(upper, lower, terms, leaves, self._runs)
+        return StackedPhi(upper, lower, terms, leaves)
+
+    def watch(self, step: int, device: torch.device) -> Watch:
+        return StackedWatch(step, self._runs)
 
 
 def _versions(variables: Iterable[Variable]) -> list[tuple[int, int]]:

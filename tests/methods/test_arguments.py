@@ -81,6 +81,7 @@ VALUES: dict[str, Refused] = {
     "order": all_of(0, -2, 2.5, "2", True, says="must be a whole number of at least 2"),
     "warm_start": FLAG,
     "single_pass": FLAG,
+    "accumulate": FLAG,
     "scheme": one_of("forward", "central", "midpoint"),
     "coupling": one_of("shared", "independent"),
     "recursion": one_of("separate", "combined"),
@@ -233,9 +234,10 @@ BAD_COMBINATIONS = [
 def test_a_bad_combination_is_refused_with_the_reason(bad: Bad) -> None:
     with pytest.raises(bad.error, match=bad.message):
         METHOD_CLASSES[bad.method](**bad.given)
-    if len(bad.given) > 1 and "order" not in bad.given:  # an order is never good alone
+    if len(bad.given) > 1:
         for name, value in bad.given.items():
-            METHOD_CLASSES[bad.method](**{name: value})
+            if name not in ("order", "acceleration"):  # which are never good alone
+                METHOD_CLASSES[bad.method](**{name: value})
 
 
 @pytest.mark.parametrize("method", ["f2sa", "f2ba"])

@@ -35,6 +35,7 @@ VARIANTS = [
     *(Case(name, {}, 10, "auto") for name in METHODS),
     Case("f2sa", {**_F2SA, "single_pass": True, "inner_steps": 3}, 10, "single pass"),
     Case("f2sa", {**_F2SA, "coupling": "independent", "inner_steps": 2}, 10, "independent"),
+    Case("f2sa", {**_F2SA, "accumulate": True, "inner_steps": 2}, 10, "accumulated"),
     Case("f2sa", {**_F2SA, "scheme": "midpoint", "inner_steps": 2}, 10, "midpoint"),
     Case("f2sa", {**_F2SA, "scheme": "central", "order": 4}, 10, "central"),
     Case("f2sa", {"inner_steps": 2, **_OPTIMIZERS}, 10, "optimizers"),
@@ -453,13 +454,18 @@ print(*advance(100), *advance(10_000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-@cases
-def test_memory_after_10000_steps_is_that_after_100(case: Case) -> None:
-    loops = {"inner_steps", "neumann_steps", "cg_steps"}
-    mine = {field.name for field in fields(METHODS[case.name])}  # type: ignore[arg-type]
-    settings = dict.fromkeys(mine & loops, 1)  # 10,000 of the shortest steps
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [*((case.name, False) for case in CASES), ("f2sa", True)],
+    ids=lambda value: {True: "auto", False: ""}.get(value, value),
+)
+def test_memory_after_10000_steps_is_that_after_100(name: str, found: bool) -> None:
+    mine = {field.name for field in fields(METHODS[name])}  # type: ignore[arg-type]
+    # 10,000 of the shortest steps
+    settings = dict.fromkeys(mine & {"inner_steps", "neumann_steps", "cg_steps"}, 1)
+    rates = {} if found else dict.fromkeys(mine & {"lower_lr", "upper_lr"}, 0.1)
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FLAT, case.name, json.dumps(settings)],
+        [sys.executable, "-W", "error", "-c", FLAT, name, json.dumps({**settings, **rates})],
         capture_output=True,
         text=True,
         check=True,

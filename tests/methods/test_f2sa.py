@@ -193,6 +193,55 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == expected
 
 
+@pytest.mark.parametrize("scheme", ["forward", "midpoint", "central"])
+@pytest.mark.parametrize("coupling", ["shared", "independent"])
+def test_terms_one_after_another_are_the_same_run(scheme: Any, coupling: Any) -> None:
+    problem = WeightedLogistic(train=40, trusted=20, dim=3)
+    ends = [
+        bilevel.minimize(
+            problem, problem.x0, problem.y0, steps=20, batch_size=7, direction_batch_size=11,
+            upper_data=problem.upper_data, lower_data=problem.lower_data,
+            method=bilevel.F2SA(
+                0.5, 5.0, multiplier=50.0, scheme=scheme, coupling=coupling, accumulate=one_by_one
+            ),
+        )
+        for one_by_one in (False, True)
+    ]  # fmt: skip
+    torch.testing.assert_close(ends[0].x, ends[1].x, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(ends[0].y, ends[1].y, rtol=1e-11, atol=1e-12)
+
+
+def test_terms_one_after_another_hold_one_graph_at_a_time() -> None:
+    alive, most = 0, 0
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            nonlocal alive
+            alive -= 1
+            return grads[0]
+
+    base = Quadratic(seed=0)
+    through: Any = Held.apply
+    problem = bilevel.Problem(
+        lambda x, y, b: base.upper(x, through(y), b), lambda x, y, b: base.lower(x, through(y), b)
+    )
+    for one_by_one, expected in ((False, 3), (True, 1)):
+        most = 0
+        method = bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True, accumulate=one_by_one)
+        solver = bilevel.Solver(problem, method, base.x0, base.y0)
+        alive, most = 0, 0
+        solver.step(measure=False)
+        assert most == expected
+
+
 def test_sgd_factories_equal_plain_steps() -> None:
     problem = Quadratic(seed=4)
     plain = bilevel.F2SA(lower_lr=0.3, upper_lr=0.2)

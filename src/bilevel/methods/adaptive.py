@@ -14,7 +14,7 @@ mean divided by its root mean square over ten steps.
 Safeguards: no step is more than twice as long as the longest so far, the first being 0.2%
 of ||x||; where the direction turns round and grows, the step is halved at once; where the gain that
 a step promises, eta ||d||^2, is nothing beside those before it, the step grows no more; and a step
-with which F was found to rise (:class:`bilevel.methods.pace.Watch`) is not soon taken again.
+with which F was found to rise (:class:`bilevel.methods.pace.Lookout`) is not soon taken again.
 """
 
 from __future__ import annotations

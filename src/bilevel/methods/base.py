@@ -24,6 +24,7 @@ from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept
+from bilevel.watch import Watch
 
 if TYPE_CHECKING:
     from bilevel.methods.pace import Pace
@@ -144,12 +145,18 @@ class Properties:
 
 
 class Tally:
-    """Adds up what a step reports over the parts of its direction's samples."""
+    """Adds up what a step reports over the parts of its direction's samples.
 
-    def __init__(self, problem: Problem, state: State, measure: bool) -> None:
+    What is evaluated only to be reported must be finite too; with a ``watch``, when that is read.
+    """
+
+    def __init__(
+        self, problem: Problem, state: State, measure: bool, watch: Watch | None = None
+    ) -> None:
         self._problem = problem
         self._state = state
         self._measure = measure
+        self._watch = watch or Watch(state.k, at_once=True)
         self._totals: dict[str, Tensor] = {}
 
     def add(self, sample: Sample, terms: dict[str, Tensor]) -> None:
@@ -166,16 +173,16 @@ class Tally:
                 wanted.append(("lower", self._problem.g, y, sample.lower, sample.lower_share))
         for level, objective, y, batch, share in wanted:
             name = f"{level}(x, {y.name})"
-            if name not in terms:
-                if not share:
-                    continue
+            if name in terms:
+                value = terms[name].detach()
+            elif share:
                 # what is only reported must not move the run: not its buffers, not its randomness
                 cuda = [x.device] if x.device.type == "cuda" else []
                 with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
                     value = share * objective(x, y, batch)
-                x.require_finite(self._state.k, [name], [value])
+                self._watch.numbers([name], [value])
             else:
-                value = terms[name]
+                continue
             self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def info(

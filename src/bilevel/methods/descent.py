@@ -8,7 +8,7 @@ from functools import cached_property
 from bilevel.errors import ArgumentError
 from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Method, S
-from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace, Watch
+from bilevel.methods.pace import REFERENCE_INNER_STEPS, Lookout, MeasuredPace, Pace
 from bilevel.methods.updates import (
     FoundRate,
     OptimizerFactory,
@@ -101,5 +101,7 @@ class DescentMethod(Method[S]):
             stiffness=self.stiffness if self._needs_lower else None,
             raises=self._raises_multiplier,
             unit=self._unit,
-            watch=Watch(x, y, x_update, problem) if isinstance(x_update, AdaptiveUpdate) else None,
+            watch=Lookout(x, y, x_update, problem)
+            if isinstance(x_update, AdaptiveUpdate)
+            else None,
         )

@@ -7,15 +7,18 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from torch import Tensor
+
 from bilevel import theory
 from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update
-from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, central, evaluate
+from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -49,6 +52,19 @@ class F2SAState(State):
         for point in self.points:
             if point is not self.solution:
                 point.approach(self.solution, share)
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What the inner steps at one k have in common.
+
+    Attributes:
+        lengths: each copy, and how far it goes per unit of its gradient.
+        steps: the update of each, its rate and the factor on its gradient.
+    """
+
+    lengths: list[tuple[Variable, float]]
+    steps: list[tuple[Update, float, float]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,9 @@ class F2SA(PaperMethod[F2SAState]):
         single_pass: take the x direction from the last inner evaluation (same samples, y and z
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
+        accumulate: differentiate the terms of Phi one after another, so that the activations of
+            only one of them are alive: for large models. Otherwise all at once, in one backward
+            pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -113,6 +132,7 @@ class F2SA(PaperMethod[F2SAState]):
     scheme: Literal["forward", "central", "midpoint"] = "forward"
     order: int | None = None
     single_pass: bool = False
+    accumulate: bool = False
 
     algorithm = "f2sa"
     properties = Properties(
@@ -128,6 +148,7 @@ class F2SA(PaperMethod[F2SAState]):
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
+        check_flag("accumulate", self.accumulate)
         if self.order is not None:
             check_count("order", self.order, least=2)
             if self.scheme != "central":
@@ -184,28 +205,29 @@ class F2SA(PaperMethod[F2SAState]):
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         now = state.pace.at(problem, state, draw)
-        lam, gamma, beta = now.multiplier, now.lower, now.penalty
-        gamma = state.y_updates[0].choose(gamma)
+        lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
+        moves = self._moves(state, lam, gamma, now.penalty)
+        watch = problem.watch(k, x.device)
 
         with held(x):
             for _ in range(self.inner_steps - self.single_pass):
-                phi = evaluate(problem, self.stencil, x, points, draw.inner(nodes, shared))
-                phi.backward(lam, k)
-                self._move_copies(state, lam, gamma, beta)
+                self._differentiate(problem, state, lam, draw.inner(nodes, shared), watch)
+                self._move_copies(state, moves, watch)
 
-        tally = Tally(problem, state, measure)
+        tally = Tally(problem, state, measure, watch)
         if self.single_pass:
-            self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally)
+            self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally, watch)
             upper_lr = state.x_update.choose(now.upper)
-            x.require_finite_grads(k, upper_lr)
+            watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
-            self._move_copies(state, lam, gamma, beta)
+            self._move_copies(state, moves, watch, last=True)
         else:
             with held(*points), buffers_kept(x, *points):
-                self._direction(problem, state, lam, draw.direction(nodes, shared), tally)
+                self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
             upper_lr = state.x_update.choose(now.upper)
-            x.require_finite_grads(k, upper_lr)
+            watch.gradients([(x, upper_lr)])
             info = tally.info(x.grads(), gamma, upper_lr, lam)
+            watch.read()
         state.x_update.apply(upper_lr)
 
         state.k, state.multiplier = k + 1, lam
@@ -218,28 +240,47 @@ class F2SA(PaperMethod[F2SAState]):
         lam: float,
         parts: Iterable[list[Sample]],
         tally: Tally,
+        watch: Watch,
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
-            phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-            phi.backward(lam, state.k)
-            tally.add(samples[0], phi.terms)
+            terms = self._differentiate(problem, state, lam, samples, watch)
+            tally.add(_reported(samples), terms)
 
-    def _move_copies(self, state: F2SAState, lam: float, gamma: float, beta: float) -> None:
-        """Each copy against its own direction: its part of grad Phi, divided by w_i * lam."""
-        self.stencil.spread(state.points)
+    def _differentiate(
+        self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
+    ) -> dict[str, Tensor]:
+        """Leave the gradient of Phi on the leaves; its terms."""
+        x, points = state.x, state.points
+        if self.accumulate:
+            return accumulate(problem, self.stencil, x, points, samples, lam, watch)
+        phi = evaluate(problem, self.stencil, x, points, samples)
+        phi.backward(lam, state.k, watch)
+        return phi.terms
+
+    def _moves(self, state: F2SAState, lam: float, gamma: float, beta: float) -> _Moves:
+        """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
         moves = [
             (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
             for copy, update, weight in zip(
                 state.points, state.y_updates, self.stencil.lower, strict=False
             )
         ]
-        for copy, _, rate, gain in moves:
-            copy.require_finite_grads(state.k, rate * gain)
-        for _, update, rate, gain in moves:
+        return _Moves(
+            lengths=[(copy, rate * gain) for copy, _, rate, gain in moves],
+            steps=[(update, rate, gain) for _, update, rate, gain in moves],
+        )
+
+    def _move_copies(
+        self, state: F2SAState, moves: _Moves, watch: Watch, last: bool = False
+    ) -> None:
+        """One step of every copy, and of their centre where it is not one of them."""
+        self.stencil.spread(state.points)
+        watch.gradients(moves.lengths, last=last)
+        for update, rate, gain in moves.steps:
             update.apply(rate, gain)
         self.stencil.recentre(state.points)
-        for update in state.y_updates[len(self.stencil.lower) :]:
+        for update in state.y_updates[len(moves.steps) :]:
             update.project()
 
     def _check_convexity(self, problem: Problem) -> None:
@@ -254,3 +295,10 @@ class F2SA(PaperMethod[F2SAState]):
                 f"g - ({least:g} / multiplier) f is convex in y only above {needed:.4g}; use a "
                 f"larger multiplier, or scheme='midpoint', which needs no such condition"
             )
+
+
+def _reported(samples: list[Sample]) -> Sample:
+    """Of independent samples the first with a part for f, and the first with a part for g."""
+    f = next((s for s in samples if s.upper_share), samples[0])
+    g = next((s for s in samples if s.lower_share), samples[0])
+    return f if f is g else Sample(f.upper, g.lower, f.upper_share, g.lower_share)

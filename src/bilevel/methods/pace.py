@@ -95,7 +95,7 @@ class MeasuredPace(Pace):
         stiffness: Stiffness | None,
         raises: bool,
         unit: int,
-        watch: Watch | None,
+        watch: Lookout | None,
     ) -> None:
         super().__init__(rates)
         self._stiffness = stiffness
@@ -235,7 +235,7 @@ class Curvature:
         self._vector = state["vector"].clone()
 
 
-class Watch:
+class Lookout:
     """Looks at F itself now and then, and takes x back where it has become worse.
 
     The copies that a run follows lag behind x where the lower level is ill-conditioned, and then

@@ -43,6 +43,7 @@ REASONS: Mapping[str, str] = {
         "only F2SA and F2BA can take the x direction from the last inner evaluation instead of one "
         "of its own"
     ),
+    "accumulate": "only F2SA and F2BA can differentiate the terms of Phi one after another",
     "momentum": (
         "recursive momentum of the gradients is F3SA's; for momentum of the steps give an "
         "optimizer that has it"

@@ -152,7 +152,6 @@ class Update:
             return rate
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
-    @torch.no_grad()
     def apply(self, rate: float, gain: float = 1.0) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 
@@ -160,11 +159,13 @@ class Update:
         """
         grads = self._variable.grads()
         if self._optimizer is None:
-            self._step(grads, -rate * gain)
+            with torch.no_grad():
+                self._step(grads, -rate * gain)
         else:
-            if gain != 1.0:
-                torch._foreach_mul_(entries(grads), gain)
-            _optimizer_step(self._optimizer, self._variable, grads)
+            with torch.no_grad():
+                if gain != 1.0:
+                    torch._foreach_mul_(entries(grads), gain)
+                _optimizer_step(self._optimizer, self._variable, grads)
         self._variable.clear_grads()
         if self._projections:
             self.project(grads)

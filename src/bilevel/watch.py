@@ -1,0 +1,98 @@
+"""Numbers that are not finite, noticed without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import NonFiniteError
+from bilevel.rows import entries
+from bilevel.variables import Variable, largest_entries, longest_step, require_finite
+
+
+class Watch:
+    """Sees to it that no number of one outer step is infinite or NaN.
+
+    Looked at ``at_once``, a number that is not finite stops the run there and then. That is right
+    on a CPU, where looking costs nothing. A device would have to be waited for; there what is seen
+    is only noted, from the first bad number on every gradient is zero, so that nothing moves any
+    more, and :meth:`read` stops the run at the end of the step.
+
+    Args:
+        step: k, for the message.
+        at_once: whether to look as soon as there is something to see.
+    """
+
+    def __init__(self, step: int, *, at_once: bool) -> None:
+        self._step = step
+        self._at_once = at_once
+        self._notes: list[tuple[list[str], Tensor]] = []
+        self._fine: Tensor | None = None
+
+    def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
+        """A scalar that is about to be differentiated, and the named terms that it is made of."""
+        if self._at_once and math.isfinite(value.item()):
+            return
+        names = [*terms, "Phi, the sum of " + ", ".join(terms) + ","]
+        self.numbers(names, [term.detach() for term in (*terms.values(), value)])
+
+    def numbers(self, names: list[str], values: list[Tensor]) -> None:
+        """0-dimensional tensors and what they are."""
+        if self._at_once:
+            require_finite(self._step, names, values)
+            return
+        seen = torch.stack(values)
+        fine = torch.isfinite(seen).all()
+        self._fine = fine if self._fine is None else self._fine & fine
+        self._notes.append((names, seen))
+
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, last: bool = False) -> None:
+        """Variables with gradients on their leaves, each with the length of the step to come.
+
+        A step along them must not overflow either. Where they are the ``last`` of an outer step,
+        all that was noted is read before anything moves, and no gradient has to be zeroed.
+        """
+        grads = [grad for variable, _ in moves for grad in entries(variable.grads())]
+        if self._at_once:
+            # the Euclidean norm is no smaller than the largest entry and fast to get
+            total = sum([norm.item() for norm in torch._foreach_norm(grads)])
+            longest = longest_step(grads)
+            for variable, rate in moves:
+                if not abs(rate) * total <= longest:  # NaN too
+                    variable.require_finite_grads(self._step, rate)
+            return
+        for variable, rate in moves:
+            self.peaks(variable, entries(variable.grads()), rate)
+        if last:
+            self.read()
+            return
+        bad = ~self.fine
+        for grad in grads:
+            grad.masked_fill_(bad, 0.0)
+
+    def peaks(self, variable: Variable, grads: Sequence[Tensor], rate: float | Tensor) -> None:
+        """Note the largest entry of each gradient, and of a step of length ``rate`` along them."""
+        peaks = largest_entries(grads)
+        # infinite exactly where the step is longer than longest_step
+        step = 4 * (torch.stack(peaks).amax() * rate).abs()
+        self.numbers([*variable.gradient_names, f"the step of {variable.name}"], [*peaks, step])
+
+    @property
+    def fine(self) -> Tensor:
+        """Whether all that was noted so far is finite, as a 0-dimensional tensor."""
+        assert self._fine is not None, "nothing was noted"
+        return self._fine
+
+    def read(self) -> None:
+        """Raise :class:`~bilevel.errors.NonFiniteError` for the first bad number of the notes."""
+        if self._fine is None or bool(self._fine):
+            self._notes.clear()
+            self._fine = None  # what was read needs no second look
+            return
+        for names, values in self._notes:
+            for name, value in zip(names, values.tolist(), strict=True):
+                if not math.isfinite(value):
+                    raise NonFiniteError(self._step, name)

@@ -1,0 +1,266 @@
+"""LabelCleaner: what it finds, what it takes, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import sparse
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import bilevel
+from bilevel import LabelCleaner
+from bilevel.errors import ArgumentError, ArgumentTypeError
+
+NAMES = np.array(["ant", "bee", "cat"])
+
+
+# few steps: the checks fit some two hundred times, and are not about what is found
+@parametrize_with_checks([LabelCleaner(max_steps=2)])  # type: ignore[untyped-decorator]
+def test_scikit_learn(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+class Insects:
+    """Three clouds, of which 30% of the first 400 labels are wrong; 60 more are trusted."""
+
+    def __init__(self, pairs: bool = False) -> None:
+        rng = np.random.default_rng(0)
+        true = rng.integers(3, size=460)
+        self.X = rng.normal(size=(460, 4)) + 4 * np.eye(3, 4)[true]
+        shift = 1 if pairs else rng.integers(1, 3, size=460)
+        self.bad = (rng.random(460) < (0.45 if pairs else 0.3)) & (np.arange(460) < 400)
+        self.y = NAMES[np.where(self.bad, (true + shift) % 3, true)]
+        self.true = NAMES[true]
+
+    def fit(self, cleaner: LabelCleaner, convert: Any = np.asarray) -> LabelCleaner:
+        X, X_clean = convert(self.X[:400]), convert(self.X[400:])
+        return cleaner.fit(X, self.y[:400], X_clean=X_clean, y_clean=self.y[400:])
+
+
+@pytest.fixture(scope="module")
+def insects() -> Insects:
+    return Insects()
+
+
+@pytest.fixture(scope="module")
+def cleaner(insects: Insects) -> LabelCleaner:
+    return insects.fit(LabelCleaner())
+
+
+def test_finds_what_is_wrong(insects: Insects, cleaner: LabelCleaner) -> None:
+    issues, bad = cleaner.label_issues(), insects.bad[:400]
+    assert list(issues.columns)[:4] == [
+        "is_label_issue",
+        "label_quality",
+        "given_label",
+        "predicted_label",
+    ]
+    assert roc_auc_score(~bad, issues["label_quality"]) > 0.98
+    assert (issues["is_label_issue"].to_numpy() == bad).mean() > 0.95
+    assert (issues["given_label"].to_numpy() == insects.y[:400]).all()
+    assert (issues["predicted_label"].to_numpy() == insects.true[:400]).mean() > 0.95
+    assert roc_auc_score(~bad, cleaner.sample_weight_) > 0.9
+    assert cleaner.sample_weight_.min() >= 0
+    assert cleaner.sample_weight_.max() <= 1
+    assert cleaner.score(insects.X, insects.true) > 0.95
+    assert cleaner.classes_.tolist() == NAMES.tolist()
+    np.testing.assert_allclose(cleaner.noise_matrix_.diagonal(), 0.7, atol=0.12)
+
+
+def test_choices_are_reported(cleaner: LabelCleaner) -> None:
+    history, settings = cleaner.history_, cleaner.settings_
+    assert len(history["held_back"]) == len(history["step"]) == settings["steps"]
+    best = int(history["held_back"].argmin())
+    assert settings["selected_step"] == best + 1
+    assert settings["held_back"] == 15
+    assert 0 < settings["lower_lr"] * settings["curvature"] < 1
+
+
+def test_trusted_rows_undo_confusion_of_pairs() -> None:
+    insects = Insects(pairs=True)
+    cleaner = insects.fit(LabelCleaner())
+    assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.97
+
+
+@pytest.mark.parametrize("as_mask", [True, False])
+def test_rows_of_x_can_be_trusted(insects: Insects, as_mask: bool) -> None:
+    mask = np.arange(460) >= 400
+    trusted = mask if as_mask else np.flatnonzero(mask)
+    cleaner = LabelCleaner(max_steps=4).fit(insects.X, insects.y, trusted=trusted)
+    issues = cleaner.label_issues()
+    assert (cleaner.trusted_ == mask).all()
+    assert (issues["label_quality"][mask] == 1).all()
+    assert (issues["predicted_label"][mask] == insects.y[mask]).all()
+    assert roc_auc_score(~insects.bad[:400], issues["label_quality"][:400]) > 0.98
+
+
+def test_without_trusted_rows_a_part_is_taken_and_all_are_judged(insects: Insects) -> None:
+    cleaner = LabelCleaner(max_steps=4).fit(insects.X, insects.y)
+    assert cleaner.trusted_.sum() == pytest.approx(46, abs=2)
+    assert roc_auc_score(~insects.bad, cleaner.label_quality_) > 0.95
+    assert (cleaner.label_quality_[cleaner.trusted_] < 0.5).any()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        pytest.param(torch.from_numpy, id="torch"),
+        pytest.param(lambda X: pd.DataFrame(X, columns=list("abcd")), id="pandas"),
+        pytest.param(sparse.csr_array, id="sparse array"),
+        pytest.param(sparse.coo_matrix, id="sparse matrix"),
+    ],
+)
+def test_kinds_of_features(insects: Insects, convert: Any) -> None:
+    cleaner = insects.fit(LabelCleaner(max_steps=4), convert)
+    assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.97
+    assert cleaner.predict_proba(convert(insects.X[:7])).shape == (7, 3)
+    assert cleaner.n_features_in_ == 4
+
+
+def test_index_of_a_frame_is_kept(insects: Insects) -> None:
+    frame = pd.DataFrame(insects.X, index=[f"row {i}" for i in range(460)], columns=list("abcd"))
+    cleaner = LabelCleaner(max_steps=2).fit(frame, pd.Series(insects.y, index=frame.index))
+    assert cleaner.label_issues().index.equals(frame.index)
+    assert cleaner.feature_names_in_.tolist() == list("abcd")
+
+
+def test_a_module_of_the_users(insects: Insects) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    before = [p.clone() for p in model.parameters()]
+    cleaner = insects.fit(LabelCleaner(model, max_steps=10, batch_size=50))
+    assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.95
+    assert cleaner.score(insects.X, insects.true) > 0.9
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_same_seed_same_bits(insects: Insects) -> None:
+    one, two = (insects.fit(LabelCleaner(max_steps=3, random_state=7)) for _ in range(2))
+    assert (one.sample_weight_ == two.sample_weight_).all()
+    assert (one.label_quality_ == two.label_quality_).all()
+
+
+def test_in_a_pipeline_and_a_grid(insects: Insects) -> None:
+    pipeline = make_pipeline(MinMaxScaler(), LabelCleaner(max_steps=2))
+    mask = np.arange(460) >= 400
+    pipeline.fit(insects.X, insects.y, labelcleaner__trusted=mask)
+    assert pipeline.score(insects.X, insects.true) > 0.95
+    grid = GridSearchCV(LabelCleaner(), {"max_steps": [1, 2]}, cv=2, error_score="raise")
+    grid.fit(insects.X, insects.y)
+    assert grid.best_estimator_.max_steps in (1, 2)
+
+
+def changed(X: Any, row: int, value: float) -> Any:
+    X = X.copy()
+    X[row, 1] = value
+    return X
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "trusted label unknown": (
+        lambda d: {"X_clean": d.X[400:], "y_clean": np.append(d.y[401:], "dog")},
+        ArgumentError,
+        "y_clean has 'dog', which y does not",
+    ),
+    "label without trusted sample": (
+        lambda d: {"X_clean": d.X[d.y == "ant"], "y_clean": d.y[d.y == "ant"]},
+        ArgumentError,
+        "trusted rows have no sample labelled 'bee', 'cat'",
+    ),
+    "label in trusted rows only": (
+        lambda d: {"trusted": d.y == "ant"},
+        ArgumentError,
+        "trusted rows have no sample labelled 'bee', 'cat'",
+    ),
+    "no trusted rows": (
+        lambda d: {"trusted": np.zeros(460, dtype=bool)},
+        ArgumentError,
+        "no trusted row",
+    ),
+    "fewer than classes": (
+        lambda d: {"trusted": [0, 1]},
+        ArgumentError,
+        "2 trusted rows are fewer",
+    ),
+    "all trusted": (lambda d: {"trusted": np.ones(460, dtype=bool)}, ArgumentError, "every row"),
+    "mask too short": (lambda d: {"trusted": [True, False]}, ArgumentError, r"shape \(2,\)"),
+    "row out of range": (lambda d: {"trusted": [0, 460]}, ArgumentError, "from 0 to 460"),
+    "rows as fractions": (lambda d: {"trusted": [0.5]}, ArgumentTypeError, "float64"),
+    "half a trusted set": (lambda d: {"X_clean": d.X}, ArgumentError, "together"),
+    "other width": (
+        lambda d: {"X_clean": d.X[:, :2], "y_clean": d.y},
+        ValueError,
+        "2 features, but LabelCleaner is expecting 4",
+    ),
+    "NaN": (lambda d: {"X": changed(d.X, 3, np.nan)}, ValueError, "NaN"),
+    "infinite": (lambda d: {"X": changed(d.X, 3, np.inf)}, ValueError, "infinity"),
+    "NaN in the trusted set": (
+        lambda d: {"X_clean": changed(d.X, 3, np.nan), "y_clean": d.y},
+        ValueError,
+        "NaN",
+    ),
+    "one class": (lambda d: {"y": np.full(460, "ant")}, ArgumentError, "one class only, .*ant"),
+    "text": (lambda d: {"X": d.X.astype(str)}, ArgumentError, "X has text"),
+    "a column of text": (
+        lambda d: {"X": pd.DataFrame({"size": d.X[:, 0], "name": d.y})},
+        ArgumentError,
+        "in the columns 'name'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input(insects: Insects, case: str) -> None:
+    arguments, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        LabelCleaner().fit(**{"X": insects.X, "y": insects.y, **arguments(insects)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "linear"),
+        ("clean_fraction", 1.0),
+        ("validation_fraction", 0.0),
+        ("max_steps", 0),
+        ("patience", 1.5),
+        ("batch_size", True),
+        ("early_stopping", "yes"),
+        ("standardize", None),
+    ],
+)
+def test_bad_arguments(insects: Insects, name: str, value: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=name):
+        LabelCleaner(**{name: value}).fit(insects.X, insects.y)
+
+
+def test_the_library_needs_neither_scikit_learn_nor_pandas() -> None:
+    script = """
+import sys
+for name in ("sklearn", "pandas", "scipy"):
+    sys.modules[name] = None
+import bilevel
+try:
+    bilevel.LabelCleaner
+except bilevel.errors.MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "bilevel[clean]" in done.stdout
+
+
+def test_an_unknown_name_is_still_refused() -> None:
+    with pytest.raises(AttributeError, match="LabelCleanser"):
+        bilevel.LabelCleanser  # noqa: B018

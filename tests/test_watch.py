@@ -1,0 +1,123 @@
+"""Numbers that are not finite on a device: noticed at the end of the step, and moved by nowhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bilevel
+from bilevel import problem as problems
+from bilevel.errors import NonFiniteError
+from bilevel.variables import Variable
+from bilevel.watch import Watch
+from tests.test_errors import BREAKS, Switch, tensors_in
+
+METHODS = {
+    "f2sa": bilevel.F2SA(inner_steps=3),
+    "single pass": bilevel.F2SA(inner_steps=3, single_pass=True),
+    "optimizer": bilevel.F2SA(
+        inner_steps=3, lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)
+    ),
+}
+
+
+class Late(Watch):
+    """As on a device that should not be waited for, and counting how often it is."""
+
+    reads = 0
+
+    def __init__(self, step: int, *, at_once: bool) -> None:
+        super().__init__(step, at_once=False)
+
+    def read(self) -> None:
+        Late.reads += 1
+        super().read()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
+    monkeypatch.setattr(problems, "Watch", Late)
+    monkeypatch.setattr(Late, "reads", 0)
+    return Late
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+@pytest.mark.parametrize(("breaks", "message"), BREAKS)
+def test_the_first_bad_number_is_named_and_nothing_moved_by_it(
+    late: type[Late], method: Any, breaks: str, message: str
+) -> None:
+    switch = Switch()
+    problem = switch.problem(breaks)
+    x0, y0 = torch.ones(2), torch.zeros(2)
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        bilevel.minimize(problem, x0, y0, method=method, steps=9, callback=switch.at(3))
+    assert late.reads == 4  # once in each step, the one that broke included
+    good = bilevel.minimize(switch.problem("nothing"), x0, y0, method=method, steps=3)
+    result = caught.value.result
+    assert result is not None
+    assert torch.equal(result.x, good.x)
+    floats = [t for t in tensors_in(caught.value.state) if t.is_floating_point()]
+    assert all(bool(torch.isfinite(t).all()) for t in floats)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_a_good_run_is_the_same(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = bilevel.problems.Quadratic(sigma_g=0.1, seed=2)
+
+    def end() -> Tensor:
+        result = bilevel.minimize(
+            problem, problem.x0, problem.y0, method=method, steps=9, lower_data=problem.lower_noise
+        )
+        x = result.x
+        assert isinstance(x, Tensor)
+        return x
+
+    at_once = end()
+    monkeypatch.setattr(problems, "Watch", Late)
+    assert torch.equal(end(), at_once)
+
+
+def _variable(*values: float) -> Variable:
+    variable = Variable.copy_of(torch.zeros(len(values)), "y")
+    variable.set_grads([torch.tensor(values)])
+    return variable
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("values", "rate", "quantity"),
+    [
+        ((1.0, -2.0), 1e38, "the step of y"),
+        ((1.0, math.inf), 0.1, "the gradient of y"),
+        ((math.nan, 1.0), 0.1, "the gradient of y"),
+        ((1e30, -1e30), 1.0, None),  # their squares overflow, they do not
+        ((1.0, -2.0), -1.0, None),
+    ],
+)
+def test_gradients_and_steps(
+    at_once: bool, values: tuple[float, ...], rate: float, quantity: str | None
+) -> None:
+    watch = Watch(7, at_once=at_once)
+    variable = _variable(*values)
+    if quantity is None:
+        watch.gradients([(variable, rate)])
+        watch.read()
+        assert torch.equal(variable.grads()[0], torch.tensor(values))
+        return
+    with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite at step 7"):  # noqa: PT012
+        watch.gradients([(variable, rate)])
+        assert not variable.grads()[0].any()
+        watch.read()
+
+
+def test_a_scalar_whose_terms_are_finite_but_whose_sum_is_not() -> None:
+    terms = {"upper(x, y)": torch.tensor(3e38), "lower(x, y)": torch.tensor(3e38)}
+    for at_once in (True, False):
+        watch = Watch(0, at_once=at_once)
+        with pytest.raises(NonFiniteError, match=r"^Phi, the sum of upper\(x, y\)"):  # noqa: PT012
+            watch.scalar(terms["upper(x, y)"] + terms["lower(x, y)"], terms)
+            watch.read()
