@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from bilevel.streams import DirectionSize, Indexed, Stream
+from bilevel.streams import DirectionSize, Numbers, Rows, Stream, in_parts, take_rows
 
 S = TypeVar("S", bound=Stream)
 
@@ -66,32 +66,43 @@ class _Together(Stream, Generic[S]):
             stream.load_state_dict(position)
 
 
-class Gathered(_Together[Indexed]):
+class Gathered(_Together[Rows]):
     """Rows of tensors: those of all runs are taken at once."""
 
+    def __init__(self, streams: Sequence[Rows]) -> None:
+        super().__init__(streams)
+        self._first = streams[0]
+        self._numbers = Numbers(streams)
+
     def next(self) -> Batches:
-        return self._take([stream.next_rows() for stream in self._streams])
+        size = self._first.batch_size
+        if size is None:
+            return Batches(self._first.next(), stacked=False)
+        return self._take(self._numbers.next(size))
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Batches, float]]:
-        if size is None:
+        if size == "all":  # a sweep over all rows: the same for every run
+            for batch, share in self._first.parts(size, chunk):
+                yield Batches(batch, stacked=False), share
+        elif size is None:
             yield self.next(), 1.0
-            return
-        parts = (stream.rows_in_parts(size, chunk) for stream in self._streams)
-        for found in zip(*parts, strict=True):
-            yield self._take([rows for rows, _ in found]), found[0][1]
+        else:
+            numbers = self._numbers.next(size)
+            for part, share in in_parts(size, chunk):
+                yield self._take(numbers[:, part]), share
 
-    def _take(self, rows: Sequence[Tensor | slice]) -> Batches:
-        take = self._streams[0].take
-        numbers = [row for row in rows if isinstance(row, Tensor)]
-        if not numbers:  # all of them, or a part of a sweep over all: the same for every run
-            return Batches(take(rows[0]), stacked=False)
-        taken = take(torch.cat(numbers))
+    def _take(self, numbers: Tensor) -> Batches:
+        taken = take_rows(self._first.rows, numbers.reshape(-1))
 
         def by_run(tensors: list[Tensor]) -> Tensor:
             (rows,) = tensors
-            return rows.view(len(numbers), -1, *rows.shape[1:])
+            return rows.view(*numbers.shape, *rows.shape[1:])
 
         return Batches(_joined(by_run, [taken]), stacked=True)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._numbers = Numbers(self._streams)
 
 
 class Stacked(_Together[Stream]):
@@ -130,8 +141,8 @@ def together(streams: Sequence[Stream], inside: Sequence[AbstractContextManager[
 
     ``inside`` is the randomness of each run.
     """
-    indexed = [stream for stream in streams if isinstance(stream, Indexed) and stream.of_tensors]
-    return Gathered(indexed) if len(indexed) == len(streams) else Stacked(streams, inside)
+    rows = [stream for stream in streams if isinstance(stream, Rows)]
+    return Gathered(rows) if len(rows) == len(streams) else Stacked(streams, inside)
 
 
 def _stacked(batches: Sequence[Any]) -> Batches:

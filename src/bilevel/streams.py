@@ -124,11 +124,6 @@ class Indexed(Stream):
 
     Sampling with replacement makes each minibatch an independent, unbiased draw, which is what the
     paper assumes. Indices are drawn where the rows lie, many minibatches at a time.
-
-    Attributes:
-        take: gives the rows with certain numbers.
-        of_tensors: whether rows are taken from tensors, so that it does not matter how many are
-            taken at a time.
     """
 
     sampled_here = True
@@ -140,12 +135,9 @@ class Indexed(Stream):
         batch_size: int | None,
         seed: int,
         device: torch.device | str = "cpu",
-        *,
-        of_tensors: bool = False,
     ) -> None:
-        self.of_tensors = of_tensors
         self._length = length
-        self.take = take
+        self._take = take
         self._batch_size = batch_size
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._block = torch.empty(0, dtype=torch.int64, device=device)
@@ -154,25 +146,18 @@ class Indexed(Stream):
         self._everything: Any = None
 
     def next(self) -> Any:
-        rows = self.next_rows()
-        if not isinstance(rows, slice):
-            return self.take(rows)
-        if self._everything is None:
-            self._everything = self.take(rows)
-        return self._everything
-
-    def next_rows(self) -> Tensor | slice:
-        """The numbers of the rows of the next batch, in the place of :meth:`next`."""
         if self._batch_size is None:
-            return slice(0, self._length)
-        return self._indices(self._batch_size)
+            if self._everything is None:
+                self._everything = self._take(slice(0, self._length))
+            return self._everything
+        return self._take(self._indices(self._batch_size))
 
     @property
     def deterministic(self) -> bool:
         return self._batch_size is None
 
     def peek(self) -> Any:
-        return self.take(slice(0, self._batch_size or self._length))
+        return self._take(slice(0, self._batch_size or self._length))
 
     def probe(self) -> list[Any]:
         if self._batch_size is None:
@@ -181,33 +166,29 @@ class Indexed(Stream):
         count = min(batches * self._batch_size, self._length)
         # spread over all rows, because these may be sorted
         rows = torch.arange(count, device=self._block.device) * self._length // count
-        return [self.take(rows[first::batches]) for first in range(batches)]
+        return [self._take(rows[first::batches]) for first in range(batches)]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:
             yield self.next(), 1.0
             return
-        for rows, share in self.rows_in_parts(size, chunk):
-            yield self.take(rows), share
-
-    def rows_in_parts(
-        self, size: int | Literal["all"], chunk: int | None
-    ) -> Iterator[tuple[Tensor | slice, float]]:
-        """The numbers of the rows of :meth:`parts`, in their place."""
         count = self._length if size == "all" else size
         indices = None if size == "all" else self._indices(count)
-        chunk = count if chunk is None else chunk
-        for start in range(0, count, chunk):
-            stop = min(start + chunk, count)
-            rows = slice(start, stop) if indices is None else indices[start:stop]
-            yield rows, (stop - start) / count
+        for part, share in in_parts(count, chunk):
+            yield self._take(part if indices is None else indices[part]), share
 
     def _indices(self, count: int) -> Tensor:
-        if self._used + count > len(self._block):
+        self._advance(count)
+        return self._block[self._used - count : self._used]
+
+    def _advance(self, count: int) -> bool:
+        """Give out that many numbers of rows, the last used of the block; True: of a new block."""
+        refilled = self._used + count > len(self._block)
+        if refilled:
             self._block_state = self._generator.get_state()
             self._refill(max(count, _BLOCK))
         self._used += count
-        return self._block[self._used - count : self._used]
+        return refilled
 
     def _refill(self, size: int) -> None:
         device = self._generator.device
@@ -226,6 +207,44 @@ class Indexed(Stream):
         self._generator.set_state(self._block_state)
         self._refill(state["block"])  # the same state gives the same block again
         self._used = state["used"]
+
+
+class Rows(Indexed):
+    """Tensors with one first dimension; whoever knows them can gather the rows himself.
+
+    Attributes:
+        rows: a tensor, or a tuple or dict of tensors.
+        length: how many rows there are.
+        size: how many numbers they hold.
+        batch_size: rows per minibatch; None: all of them every time.
+        device: where they lie.
+    """
+
+    def __init__(self, rows: Any, tensors: list[Tensor], batch_size: int | None, seed: int) -> None:
+        self.rows = rows
+        self.length = len(tensors[0])
+        self.size = sum(tensor.numel() for tensor in tensors)
+        self.batch_size = batch_size
+        self.device = tensors[0].device
+        super().__init__(self.length, partial(take_rows, rows), batch_size, seed, self.device)
+
+
+class Numbers:
+    """The numbers of rows that several streams give out, one stream per row.
+
+    The streams move on as if each had given out its own. They have given out equally many before.
+    """
+
+    def __init__(self, streams: Sequence[Indexed]) -> None:
+        self._streams = streams
+        self._blocks = torch.stack([stream._block for stream in streams])
+
+    def next(self, count: int) -> Tensor:
+        """The next ``count`` numbers of each."""
+        if any([stream._advance(count) for stream in self._streams]):
+            self._blocks = torch.stack([stream._block for stream in self._streams])
+        used = self._streams[0]._used
+        return self._blocks[:, used - count : used]
 
 
 class Sampled(Stream):
@@ -470,9 +489,7 @@ def stream_of(
         tensors = _tensors(name, rows)
         length = len(tensors[0])
         _check_sizes(name, length, batch_size, direction_batch_size)
-        place = tensors[0].device
-        take = partial(_index, rows)
-        return Indexed(length, take, batch_size, seed, place, of_tensors=True)
+        return Rows(rows, tensors, batch_size, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _dataset_stream(name, data, batch_size, direction_batch_size, seed, device)
     if isinstance(data, IterableDataset):
@@ -553,15 +570,24 @@ def _check_sizes(
         )
 
 
-def _index(data: Any, rows: Tensor | slice) -> Any:
+def in_parts(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
+    """``count`` rows in parts of ``chunk``, None: in one; each with its share of all."""
+    chunk = count if chunk is None else chunk
+    for start in range(0, count, chunk):
+        stop = min(start + chunk, count)
+        yield slice(start, stop), (stop - start) / count
+
+
+def take_rows(data: Any, rows: Tensor | slice) -> Any:
+    """The chosen rows of a tensor, or of each tensor in a tuple or dict."""
     if isinstance(data, Tensor):
         # several times as fast as data[rows], which can do much more
         return data[rows] if isinstance(rows, slice) else data.index_select(0, rows)
     if isinstance(data, Mapping):
-        return {key: _index(value, rows) for key, value in data.items()}
+        return {key: take_rows(value, rows) for key, value in data.items()}
     if hasattr(data, "_fields"):
-        return type(data)(*(_index(value, rows) for value in data))
-    return tuple([_index(value, rows) for value in data])
+        return type(data)(*(take_rows(value, rows) for value in data))
+    return tuple([take_rows(value, rows) for value in data])
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:
