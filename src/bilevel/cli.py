@@ -191,6 +191,19 @@ def bench_many(
     _bench(many, json_file, threads=threads, seed=seed, **options)
 
 
+@bench_app.command("overhead")
+def bench_overhead(
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 21,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What an inner step costs, beside the same written by hand, and in JAX if installed."""
+    from bilevel.benchmarks import overhead
+
+    _bench(overhead, json_file, repeats=repeats, device=device, seed=seed)
+
+
 @bench_app.command("lm")
 def bench_lm(
     device: Annotated[str, typer.Option(help="Where.")] = "cuda",

@@ -131,5 +131,9 @@ class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
 
 
+class CompileWarning(BilevelWarning):
+    """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
+
+
 class UnbatchedWarning(BilevelWarning):
     """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""

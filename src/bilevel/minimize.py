@@ -93,6 +93,7 @@ def minimize(
     direction_batch_size: DirectionSize = None,
     chunk_size: int | None = None,
     seed: int = 0,
+    compile: bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
     callback: Callback | None = None,
@@ -103,7 +104,7 @@ def minimize(
 
     Args:
         problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
-            chunk_size, seed, device: as :class:`bilevel.Solver` takes them.
+            chunk_size, seed, compile, device: as :class:`bilevel.Solver` takes them.
         steps: K, how many outer steps to take.
         progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
         callback: called as ``callback(solver, info)`` at every recorded step; returning True ends
@@ -140,6 +141,7 @@ def minimize(
         direction_batch_size=direction_batch_size,
         chunk_size=chunk_size,
         seed=seed,
+        compile=compile,
         device=device,
     )
     recorder = _Recorder(solver, steps, record_every)

@@ -95,7 +95,9 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
-    def values(self, x: Variable, terms: Sequence[Term], rewind: Rewind | None) -> Iterable[Tensor]:
+    def values(
+        self, x: Variable, terms: Sequence[Term], rewind: Callable[[], None] | None
+    ) -> Iterable[Tensor]:
         """The objectives at several points, each evaluated when it is asked for.
 
         With ``rewind`` all of them draw the same at random.
@@ -325,7 +327,7 @@ def evaluate(
     x: Variable,
     points: Sequence[Variable],
     samples: Sequence[Sample],
-    rewind: Rewind | None = None,
+    rewind: Callable[[], None] | None = None,
 ) -> Phi:
     """Phi(x, {y_i}), where the terms of point i are evaluated on ``samples[i]``.
 
@@ -373,7 +375,7 @@ def _terms(
     x: Variable,
     points: Sequence[Variable],
     samples: Sequence[Sample],
-    rewind: Rewind | None,
+    rewind: Callable[[], None] | None,
 ) -> Iterator[tuple[Term, Tensor]]:
     """Each term of Phi and its value, weighted by the share of its sample."""
     if rewind is None:

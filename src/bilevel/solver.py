@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bilevel.checks import check_count
+from bilevel.compiled import program_for
 from bilevel.errors import ArgumentError, ArgumentTypeError, RunError, StateError
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
@@ -116,6 +117,11 @@ class Solver:
         seed: of everything random in the run, the objectives' own use of torch's global generator
             included.
         device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
+        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y). The
+            first step then takes seconds and every later one a fraction of its time; the iterates
+            differ only by rounding, and a run may change over in either direction. What cannot be
+            compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python code that
+            the objectives run beside their computation runs only when they are compiled.
 
     Example:
         >>> import torch, bilevel
@@ -141,11 +147,14 @@ class Solver:
         chunk_size: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        compile: bool = False,
     ) -> None:
         if not isinstance(problem, Problem):
             raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
         sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
         check_count("seed", seed, least=0)
+        if not isinstance(compile, bool):
+            raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
         self.problem = problem
         self.method = method_of(method)
         place = None if device is None else torch.device(device)
@@ -155,6 +164,9 @@ class Solver:
         with self._randomness:
             problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
             self.state: State = self.method.init(problem, x, y)
+        self._program = None
+        if compile:
+            self._program = program_for(problem, self.method, self.state, self.draw)
 
     @property
     def k(self) -> int:
@@ -181,6 +193,8 @@ class Solver:
         """
         try:
             with self._randomness, torch.enable_grad():
+                if self._program is not None:
+                    return self._program.step(measure=measure)
                 return self.method.step(self.problem, self.state, self.draw, measure=measure)
         except BaseException as error:  # an interrupt too: the next step must start clean
             self._forget_gradients()

@@ -26,7 +26,6 @@ from bilevel.methods.f2sa import F2SAState
 from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now, Update
 from bilevel.problem import Phi, Problem, Term
-from bilevel.randomness import Rewind
 from bilevel.sets import Projection
 from bilevel.stacked_streams import UnbatchableError
 from bilevel.streams import Draw
@@ -189,7 +188,7 @@ class StackedProblem(Problem):
         return self.values(x, [Term("lower", y, batch)])[0]
 
     def values(
-        self, x: Variable, terms: Sequence[Term], rewind: Rewind | None = None
+        self, x: Variable, terms: Sequence[Term], rewind: Callable[[], None] | None = None
     ) -> list[Tensor]:
         """R numbers for each term, all from one call of vmap, which costs as much as many terms."""
         variables = {id(v): v for v in (x, *(term.y for term in terms))}

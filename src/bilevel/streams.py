@@ -228,6 +228,15 @@ class Rows(Indexed):
         self.device = tensors[0].device
         super().__init__(self.length, partial(take_rows, rows), batch_size, seed, self.device)
 
+    def ahead(self, batches: int, size: int) -> Tensor:
+        """The numbers of the rows of the next minibatches, each of ``size``, one per row.
+
+        The stream moves on as if they had been taken one by one.
+        """
+        if self._used + batches * size <= len(self._block):
+            return self._indices(batches * size).view(batches, size)
+        return torch.stack([self._indices(size) for _ in range(batches)])
+
 
 class Numbers:
     """The numbers of rows that several streams give out, one stream per row.
@@ -241,7 +250,8 @@ class Numbers:
 
     def next(self, count: int) -> Tensor:
         """The next ``count`` numbers of each."""
-        if any([stream._advance(count) for stream in self._streams]):
+        refilled = [stream._advance(count) for stream in self._streams]
+        if refilled[0]:
             self._blocks = torch.stack([stream._block for stream in self._streams])
         used = self._streams[0]._used
         return self._blocks[:, used - count : used]

@@ -14,7 +14,7 @@ from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Update
+from bilevel.methods.updates import Now, Update
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -55,7 +55,7 @@ class F2SAState(State):
 
 
 @dataclass(frozen=True)
-class _Moves:
+class Moves:
     """What the inner steps at one k have in common.
 
     Attributes:
@@ -202,15 +202,28 @@ class F2SA(PaperMethod[F2SAState]):
         )
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
+        now = state.pace.at(problem, state, draw)
+        return self.step_after(0, now, problem, state, draw, measure=measure)
+
+    def step_after(
+        self,
+        done: int,
+        now: Now,
+        problem: Problem,
+        state: F2SAState,
+        draw: Draw,
+        *,
+        measure: bool = True,
+    ) -> Info:
+        """The rest of an outer step of which ``done`` inner steps were taken."""
         k, x, points = state.k, state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
-        now = state.pace.at(problem, state, draw)
         lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
-        moves = self._moves(state, lam, gamma, now.penalty)
+        moves = self.moves(state, now)
         watch = problem.watch(k, x.device)
 
         with held(x):
-            for _ in range(self.inner_steps - self.single_pass):
+            for _ in range(done, self.inner_steps - self.single_pass):
                 self._differentiate(problem, state, lam, draw.inner(nodes, shared), watch)
                 self._move_copies(state, moves, watch)
 
@@ -258,21 +271,22 @@ class F2SA(PaperMethod[F2SAState]):
         phi.backward(lam, state.k, watch)
         return phi.terms
 
-    def _moves(self, state: F2SAState, lam: float, gamma: float, beta: float) -> _Moves:
+    def moves(self, state: F2SAState, now: Now) -> Moves:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
+        lam, gamma, beta = now.multiplier, state.y_updates[0].choose(now.lower), now.penalty
         moves = [
             (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
             for copy, update, weight in zip(
                 state.points, state.y_updates, self.stencil.lower, strict=False
             )
         ]
-        return _Moves(
+        return Moves(
             lengths=[(copy, rate * gain) for copy, _, rate, gain in moves],
             steps=[(update, rate, gain) for _, update, rate, gain in moves],
         )
 
     def _move_copies(
-        self, state: F2SAState, moves: _Moves, watch: Watch, last: bool = False
+        self, state: F2SAState, moves: Moves, watch: Watch, last: bool = False
     ) -> None:
         """One step of every copy, and of their centre where it is not one of them."""
         self.stencil.spread(state.points)

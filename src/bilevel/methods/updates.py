@@ -152,6 +152,11 @@ class Update:
             return rate
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a step of the given length and a projection, and nothing else."""
+        return type(self) is Update and self._optimizer is None
+
     def apply(self, rate: float, gain: float = 1.0) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 

@@ -1,0 +1,305 @@
+"""F2SA's outer step as a compiled program.
+
+One inner step (gathering the rows, Phi, its gradients and the updates) is traced and compiled once
+and run T times; the x direction is another such piece. Rates and multiplier are read from a tensor,
+so nothing is compiled again as they change, and all that a step writes stays at one place for the
+whole run, so that on a GPU the step is captured as one graph.
+
+The guards of ``torch.compile`` are asked once per outer step: a Python number that the objectives
+use may change between two steps, and is then compiled anew. Python that runs beside the computation
+(printing, counting calls) runs when it is traced and not again.
+
+Whether a number is not finite is decided on the device. From the first one on nothing moves any
+more, and at the end of the step the method itself goes on from there, and says what it was. It also
+goes on where something turns out not to be compilable, so that no run depends on the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
+from typing import Any, TypeAlias
+
+import torch
+
+from bilevel.compiled.feed import Drawn, Feed
+from bilevel.compiled.pieces import Pieces
+from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
+from bilevel.errors import CompileWarning
+from bilevel.methods import Info, Method, State
+from bilevel.methods.f2sa import F2SA, F2SAState
+from bilevel.methods.updates import Now
+from bilevel.problem import Problem
+from bilevel.streams import Draw, Sample
+from bilevel.variables import buffers_kept, held
+
+OLDEST_TORCH = (2, 13)  # earlier ones do not trace torch.autograd.grad
+
+SMALL = 1 << 18
+"""Inner steps that read fewer numbers than this run on one thread: a second costs more than it
+brings."""
+
+Samples: TypeAlias = list[Sample] | None
+"""For each point its sample; None: compiled code finds them itself."""
+
+Phases: TypeAlias = tuple[Iterable[Ready], Iterable[Ready], Iterable[Ready]]
+"""The inner steps, the x direction, and the last inner step of a single pass."""
+
+
+def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw) -> Program | None:
+    """The compiled program of a run; None, after a warning, where there cannot be one."""
+    reason = None
+    if not isinstance(method, F2SA) or type(method).step is not F2SA.step:
+        reason = f"{type(method).__name__} has no compiled form"
+    elif method.lower_optimizer is not None:
+        reason = "lower_optimizer decides how y moves"
+    elif method.accumulate:
+        reason = "accumulate=True takes the terms apart, which a compiled step takes together"
+    elif any(any(variable.by_rows) for variable in (state.x, state.solution)):
+        reason = "the rows of a table are gathered and scattered by code of their own"
+    elif tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        reason = f"torch is {torch.__version__}, and {'.'.join(map(str, OLDEST_TORCH))} is needed"
+    elif state.x.device.type not in ("cpu", "cuda"):
+        reason = f"the run is on {state.x.device}"
+    if reason is not None:
+        _warn(reason)
+        return None
+    assert isinstance(method, F2SA)
+    assert isinstance(state, F2SAState)
+    return Program(problem, method, state, draw)
+
+
+class Program:
+    """F2SA's outer step on one state.
+
+    Args:
+        problem, method, state, draw: as ``method.step`` takes them. The state is moved in place,
+            and anyone else may move it between two steps.
+    """
+
+    def __init__(self, problem: Problem, method: F2SA, state: F2SAState, draw: Draw) -> None:
+        self._problem = problem
+        self._method = method
+        self._state = state
+        self._draw = draw
+        self._nodes = method.stencil.nodes
+        self._one_part = draw.direction_batch_size is None and not method.single_pass
+        feed = None
+        if Feed.possible(draw):
+            steps = method.inner_steps + self._one_part
+            feed = Feed(draw, self._nodes, method.shared, steps)
+        self._feed = feed
+        # all parts of a sweep over rows are views of them: the same ones every time
+        self._sweep: list[list[Sample]] | None = None
+        if feed is not None and draw.direction_batch_size == "all":
+            self._sweep = list(draw.direction(self._nodes, method.shared))
+
+        pieces = self._pieces = Pieces(problem, method, state, feed)
+        traced = partial(Traced, device=state.x.device)
+        self._inner = traced(pieces.inner)
+        self._last = traced(pieces.last)
+        self._whole = traced(pieces.whole)
+        self._part = traced(pieces.part)
+        self._end = traced(pieces.end)
+        self._report = traced(pieces.report)
+
+        leaves = [leaf for point in state.points for leaf in point.leaves]
+        self._small = (
+            state.x.device.type == "cpu"
+            and feed is not None
+            and feed.size + sum(leaf.numel() for leaf in leaves) < SMALL
+        )
+        self._works = True
+        self._now = Now(math.nan, math.nan, math.nan, math.nan)
+        self._dialled: tuple[float, ...] = ()
+        self._given: list[list[Sample]] = []
+        self._place: dict[str, Any] | None = None
+        self._first: Ready | None = None
+        self._plans: dict[bool, Phases] = {}
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def compilations(self) -> int:
+        """How many times something was compiled."""
+        pieces = self._inner, self._last, self._whole, self._part, self._end, self._report
+        return sum(piece.compilations for piece in pieces)
+
+    def step(self, *, measure: bool = True) -> Info:
+        """One outer step, in place, as ``method.step``."""
+        if not self._works:
+            return self._method.step(self._problem, self._state, self._draw, measure=measure)
+        now = self._now = self._state.pace.at(self._problem, self._state, self._draw)
+        self._dial(now)
+        self._given.clear()
+        self._place = None
+        if self._feed is not None:
+            self._feed.fill()
+        try:
+            with _threads(1 if self._small else torch.get_num_threads()):
+                self._run(measure)
+            complete = bool(self._pieces.fine)  # the one time that a device is waited for
+        except NotCompiledError as error:
+            _warn(str(error))
+            self._works = complete = False
+        if not complete:
+            return self._go_on(measure)
+        state, upper_lr = self._state, now.upper
+        if not state.x_update.plain:
+            state.x.set_grads([part.clone() for part in self._pieces.slope])
+            upper_lr = state.x_update.choose(now.upper)
+            state.x_update.apply(upper_lr)
+        info = self._info(now, upper_lr, measure)
+        state.k, state.multiplier = state.k + 1, now.multiplier
+        return info
+
+    def _dial(self, now: Now) -> None:
+        """Put this step's numbers where compiled code reads them: lam, and the steps."""
+        upper_lr = now.upper if self._state.x_update.plain else 1.0
+        lengths = [length for _, length in self._method.moves(self._state, now).lengths]
+        numbers = (now.multiplier, upper_lr, *lengths)
+        if numbers != self._dialled:
+            self._pieces.dials.copy_(torch.tensor(numbers, dtype=torch.float64))
+            self._dialled = numbers
+
+    def _run(self, measure: bool) -> None:
+        planned = self._feed is not None and (self._one_part or self._method.single_pass)
+        if not (planned or self._sweep is not None):
+            self._go(self._phases(measure))
+            return
+        first = next(iter(self._inner_steps()), None) or next(iter(self._last_step()))
+        if not first.same(self._first):
+            self._first = first
+            self._plans.clear()
+            self._graphs.clear()
+        if measure not in self._plans:
+            inner, direction, last = self._phases(measure)
+            self._plans[measure] = list(inner), list(direction), list(last)
+            self._go(self._plans[measure])
+        elif self._state.x.device.type == "cuda":
+            if measure not in self._graphs:
+                graph = self._graphs[measure] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._go(self._plans[measure])
+            self._graphs[measure].replay()
+        else:
+            self._go(self._plans[measure])
+
+    @torch.no_grad()
+    def _go(self, phases: Phases) -> None:
+        """Run everything, one after the other."""
+        inner, direction, last = phases
+        self._pieces.reset()
+        for ready in inner:
+            ready.run()
+        with buffers_kept(self._state.x, *self._state.points):
+            for ready in direction:
+                ready.run()
+        for ready in last:
+            ready.run()
+
+    def _phases(self, measure: bool) -> Phases:
+        return self._inner_steps(), self._direction(measure), self._last_step()
+
+    def _inner_steps(self) -> Iterator[Ready]:
+        count = self._method.inner_steps - self._method.single_pass
+        if self._feed is not None:
+            if count:
+                with held(self._state.x):
+                    ready = self._inner(None)
+                yield from repeat(ready, count)
+            return
+        for _ in range(count):
+            samples = self._next_samples()
+            with held(self._state.x):
+                ready = self._inner(samples)
+            yield ready
+
+    def _direction(self, measure: bool) -> Iterator[Ready]:
+        reported = measure and bool(self._pieces.missing)
+        if self._method.single_pass:
+            samples = self._next_samples()
+            if reported:
+                yield self._report(samples)
+            return
+        traced = self._whole if self._one_part else self._part
+        for samples in self._parts():
+            if reported:
+                yield self._report(samples)
+            with held(*self._state.points):
+                ready = traced(samples)
+            yield ready
+        if not self._one_part:
+            yield self._end()
+
+    def _last_step(self) -> Iterator[Ready]:
+        if self._method.single_pass:
+            yield self._last(self._given[-1] if self._given else None)
+
+    def _parts(self) -> Iterable[Samples]:
+        if self._one_part:
+            return [self._next_samples()]
+        if self._sweep is not None:
+            return self._sweep
+        if self._draw.direction_batch_size != "all":
+            self._place = self._draw.state_dict()
+        return self._draw.direction(self._nodes, self._method.shared)
+
+    def _next_samples(self) -> Samples:
+        """The samples of the next evaluation, kept in case the method has to go on itself."""
+        if self._feed is not None:
+            return None
+        self._given.append(self._draw.inner(self._nodes, self._method.shared))
+        return self._given[-1]
+
+    def _go_on(self, measure: bool) -> Info:
+        """The rest of a step in which something was not finite or could not be compiled."""
+        done = int(self._pieces.done)
+        before = self._given[done:]
+        if self._feed is not None:
+            places = torch.arange(done, self._feed.steps, device=self._state.x.device)
+            before = [self._feed.samples(place) for place in places[:, None]]
+        if self._place is not None:
+            self._draw.load_state_dict(self._place)
+        return self._method.step_after(
+            done, self._now, self._problem, self._state, Drawn(self._draw, before), measure=measure
+        )
+
+    def _info(self, now: Now, upper_lr: float, measure: bool) -> Info:
+        state, lam = self._state, now.multiplier
+        if not measure:
+            return Info(state.k, lam, now.lower, upper_lr)
+        told = {name: value[0].clone() for name, value in self._pieces.told.items()}
+        lower = told[f"lower(x, {state.solution.name})"]
+        return Info(
+            state.k,
+            lam,
+            now.lower,
+            upper_lr,
+            upper=told[f"upper(x, {state.solution.name})"],
+            lower=lower,
+            gap=told[f"lower(x, {state.penalised.name})"] - lower,
+            direction_norm=told["norm"],
+        )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Inside, torch has that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"compile=True has no effect: {reason}. The run goes on without it, to the same result",
+        CompileWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,224 @@
+"""Functions that are traced and compiled once, and then run without being asked again."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import subprocess
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # the guards have looked at every size
+}
+"""For the compiler of kernels, see ``torch._inductor.config``."""
+
+CPU_OPTIONS: dict[str, Any] = {
+    **OPTIONS,
+    "cpp_wrapper": True,  # kernels are called from C++, and there is one file to compile, not ten
+    "cpp_cache_precompile_headers": False,  # takes longer than to compile a few files without
+}
+"""The same on a CPU, where the time of a call counts."""
+
+
+Code: TypeAlias = Callable[[list[Any]], Any]
+"""It takes a list, which it may empty, and returns nothing of interest."""
+
+
+class NotCompiledError(Exception):
+    """Why something cannot be compiled. It ends in a warning; no user sees it."""
+
+
+class Ready(NamedTuple):
+    """Compiled code and what it is called with."""
+
+    code: Code
+    arguments: tuple[Any, ...]
+
+    def run(self) -> None:
+        """Do it; everything happens in place."""
+        self.code(list(self.arguments))
+
+    def same(self, other: Ready | None) -> bool:
+        """Whether it is the same code on the same tensors."""
+        return (
+            other is not None
+            and self.code is other.code
+            and all(map(operator.is_, self.arguments, other.arguments))
+        )
+
+
+NOTHING = Ready(lambda inputs: None, ())
+"""For a function in which nothing is computed."""
+
+
+class Traced:
+    """A method that changes tensors in place and returns nothing, compiled.
+
+    Calling it runs nothing. It checks whether what was compiled before is right for the arguments,
+    by the guards that ``torch.compile`` keeps on everything the method saw when it was traced,
+    compiles if not, and gives a :class:`Ready`, which may be run many times.
+    """
+
+    def __init__(self, method: Callable[..., None], device: torch.device) -> None:
+        assert isinstance(method, types.MethodType)
+        plain = method.__func__
+        # a code object of its own: what is compiled lives as long as that, and no longer
+        own = types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
+        self._backend = _Backend(device)
+        self._function = torch.compile(
+            types.MethodType(own, method.__self__),
+            backend=self._backend,
+            fullgraph=True,
+            dynamic=False,
+        )
+
+    @property
+    def compilations(self) -> int:
+        """How many times it was compiled."""
+        return self._backend.compilations
+
+    def __call__(self, *arguments: Any) -> Ready:
+        """What to run for these arguments."""
+        from torch._dynamo.exc import Unsupported
+
+        if self.compilations:
+            with suppress(Unsupported):  # there is nothing yet for these arguments
+                return self._ready_for(arguments)
+        with (
+            # numbers are taken as they are: to find out which may vary takes another trace
+            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # what torch says to itself while it compiles
+            try:
+                return self._ready_for(arguments)
+            except Exception as error:  # whatever it is, the run can go on without
+                raise NotCompiledError(_reason(error)) from error
+
+    def _ready_for(self, arguments: tuple[Any, ...]) -> Ready:
+        self._backend.ready = NOTHING
+        with torch.enable_grad():
+            self._function(*arguments)
+        return self._backend.ready
+
+
+class _Backend:
+    """What ``torch.compile`` calls with a new graph.
+
+    It knows nothing of the function: torch keeps it with the code of the function, where no garbage
+    collector would find a circle.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cpu = device.type == "cpu"
+        self.ready = NOTHING
+        self.compilations = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if _outputs(graph):
+            raise NotCompiledError("the objectives keep tensors beside what they return")
+        compiled = compile_graph(graph, inputs, _cpu_options() if self._on_cpu else OPTIONS)
+        self.compilations += 1
+        code: Code | None = None
+
+        def get_ready(*arguments: Any) -> tuple[()]:
+            nonlocal code
+            if code is None:
+                code = compiled(arguments)
+            self.ready = Ready(code, arguments)
+            return ()
+
+        return get_ready
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
+) -> Callable[[tuple[Any, ...]], Code]:
+    """Compile a graph; what comes back gives the code when it is first told real arguments."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    kernels: list[Any] = []
+    with config.patch(enable_autograd_cache=False):  # which would not tell the kernels
+        wrapped: Any = compile_fx(
+            graph,
+            inputs,
+            inner_compile=functools.partial(_compile, kernels),
+            config_patches=options,
+        )
+    return functools.partial(_shortest, wrapped, kernels)
+
+
+def _compile(kernels: list[Any], graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """Compile a graph of primitive operations, unless it draws random numbers."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    for node in graph.graph.nodes:
+        # compiled code draws other numbers, and not the same ones for copies that share samples
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise NotCompiledError(f"the objectives draw random numbers ({node.target})")
+    compiled = compile_fx_inner(graph, inputs, **options)
+    if not _outputs(graph):
+        kernels.append(compiled)
+    return compiled
+
+
+def _shortest(wrapped: Callable[..., Any], kernels: list[Any], arguments: tuple[Any, ...]) -> Code:
+    """The kernels themselves, where what is wrapped around them does nothing.
+
+    It takes about as long as a small kernel. That it does nothing is seen from what it hands on,
+    all outputs being written in place.
+    """
+    handed_on: list[tuple[Any, ...]] = []
+
+    def record(inputs: list[Any]) -> tuple[()]:
+        handed_on.append(tuple(inputs))
+        return ()
+
+    if len(kernels) == 1 and not torch._C._is_any_autocast_enabled():
+        (kernel,) = kernels
+        run: Code = kernel.current_callable
+        kernel.current_callable = record
+        try:
+            wrapped(*arguments)
+        finally:
+            kernel.current_callable = run
+        same = [len(seen) for seen in handed_on] == [len(arguments)]
+        if same and all(map(operator.is_, handed_on[0], arguments)):
+            return run
+    return lambda inputs: wrapped(*inputs)
+
+
+@functools.cache
+def _cpu_options() -> dict[str, Any]:
+    """With a compiler that knows every processor there is, the processor need not be tried out."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+        asked = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True)
+        recent = int(asked.stdout.split(".")[0]) >= (15 if "clang" in compiler else 12)
+    except (RuntimeError, OSError, ValueError):  # no compiler at all will be noticed soon enough
+        recent = False
+    return {**CPU_OPTIONS, "cpp.vec_isa_ok": True} if recent else CPU_OPTIONS
+
+
+def _outputs(graph: torch.fx.GraphModule) -> Any:
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return output.args[0]
+
+
+def _reason(error: Exception) -> str:
+    """Why something was not compiled, in one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NotCompiledError):
+            return str(cause)
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

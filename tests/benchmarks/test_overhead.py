@@ -1,0 +1,67 @@
+"""``bilevel bench overhead``: all contestants compute the same, and are timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bilevel.benchmarks import overhead
+from bilevel.benchmarks.overhead import by_hand
+from bilevel.benchmarks.overhead.task import Task
+
+
+def task() -> Task:
+    return Task.random(200, 7, 3, "cpu", 0)
+
+
+def test_gradients_in_closed_form_are_those_of_autograd() -> None:
+    found, known = by_hand.closed_form(task())(20), by_hand.three_gradients(task())(20)
+    assert (known[0] - task().problem.x0).abs().max() > 1e-3
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-6)
+
+
+def test_in_jax_one_scalar_has_the_three_gradients() -> None:
+    jax = pytest.importorskip("jax")
+    from bilevel.benchmarks.overhead import in_jax
+
+    found, known = in_jax.one_scalar(task())(20), in_jax.three_gradients(task())(20)
+    assert jax.numpy.abs(known[0] - task().problem.x0.numpy()).max() > 1e-3
+    for ours, theirs in zip(found, known, strict=True):
+        assert jax.numpy.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_in_jax_the_losses_are_those_of_the_problem() -> None:
+    jax = pytest.importorskip("jax")
+    from bilevel.benchmarks.overhead import in_jax
+
+    problem, rows = task().problem, torch.arange(7)
+    x, y = torch.linspace(-1, 1, 200), torch.randn(10, 785, generator=torch.manual_seed(0))
+    arrays = [
+        jax.numpy.asarray(array.numpy()) for array in (*problem.lower_data[:2], *problem.upper_data)
+    ]
+    data = (problem.ridge, *arrays)
+    index, at_x, at_y = (jax.numpy.asarray(value.numpy()) for value in (rows, x, y))
+    for found, known in (
+        (
+            in_jax._upper(data, at_y, index),
+            problem.upper(x, y, [column[rows] for column in problem.upper_data]),
+        ),
+        (
+            in_jax._lower(data, at_x, at_y, index),
+            problem.lower(x, y, [column[rows] for column in problem.lower_data]),
+        ),
+    ):
+        assert float(found) == pytest.approx(float(known), rel=1e-5)
+
+
+def test_every_contestant_is_timed() -> None:
+    rows = overhead.run(batches=[5], samples=100, inner_steps=2, steps=1, repeats=2)
+    names = [row.name for row in rows]
+    assert {overhead.CLOSED_FORM, "bilevel", "bilevel, compiled"} <= set(names)
+    assert all(row.microseconds > 0 and row.first > 0 for row in rows)
+    assert rows[names.index(overhead.CLOSED_FORM)].to_closed_form == 1
+    if overhead.FLOOR in names:
+        assert rows[names.index(overhead.FLOOR)].to_floor == 1
+    else:
+        assert all(row.to_floor is None for row in rows)
+    assert overhead.table(rows).row_count == len(rows)
