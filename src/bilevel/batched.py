@@ -214,8 +214,10 @@ class _Recorder:
         self._when: list[tuple[int, float]] = []
 
     def add(self, info: Info, seconds: float) -> None:
-        numbers: list[Tensor] = [getattr(info, name).detach() for name in self._names]
-        self._numbers[len(self._when)] = torch.stack(numbers)
+        row = self._numbers[len(self._when)]
+        for place, name in enumerate(self._names):
+            number: Tensor | float = getattr(info, name)
+            row[place] = number.detach() if isinstance(number, Tensor) else number
         self._when.append((info.step, seconds))
 
     def histories(self) -> list[History]:
@@ -235,5 +237,8 @@ class _Recorder:
 
 def _median(info: Info) -> Info:
     """Of each number over the runs, to be shown."""
-    numbers = {name: getattr(info, name).detach().nanmedian() for name in (*MEASURED, *TOLD)}
+    numbers: dict[str, Any] = {
+        name: torch.as_tensor(getattr(info, name)).detach().nanmedian()
+        for name in (*MEASURED, *TOLD)
+    }
     return replace(info, **numbers)

@@ -3,8 +3,8 @@
 A method's step evaluates Phi, looks at gradients and moves variables. It is the same code for one
 run and for R of them, if what it is given is stacked: variables whose leaves have a first dimension
 of length R (:class:`Stack`), objectives evaluated by ``torch.vmap`` (:class:`StackedProblem`),
-rates and multipliers that are tensors of R numbers (:class:`StackedPace`). Runs are independent, so
-one backward pass of the sum of their Phi gives every direction of every run.
+rates and multipliers that are tensors of R numbers where they differ (:class:`StackedPace`). Runs
+are independent, so one backward pass of the sum of their Phi gives every direction of every run.
 
 A run that meets a number that is not finite ends there, in its last finite state, and the others go
 on (:class:`Runs`).
@@ -12,6 +12,7 @@ on (:class:`Runs`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -129,6 +130,8 @@ class StackedWatch(Watch):
         self._runs = runs
 
     def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
+        if math.isfinite(value.detach().sum().item()):
+            return
         whole = "Phi, the sum of " + ", ".join(terms) + ","
         self._look(torch.isfinite(value), {**terms, whole: value})
 
@@ -137,16 +140,17 @@ class StackedWatch(Watch):
         self._look(torch.isfinite(torch.stack(values)).all(0), named)
 
     def gradients(self, moves: Sequence[tuple[Variable, float]], *, last: bool = False) -> None:
+        grads = [grad for variable, _ in moves for grad in variable.grads()]
+        # that of all runs together is no smaller than that of any, and several times as fast to get
+        total = sum([norm.item() for norm in torch._foreach_norm(grads)])
         for variable, rate in moves:
-            self._gradient(variable, rate)
+            most = rate.abs().amax().item() if isinstance(rate, Tensor) else abs(rate)
+            if not most * total <= longest_step(grads):  # NaN too
+                self._each_run(variable, rate)
 
-    def _gradient(self, variable: Variable, rate: float) -> None:
+    def _each_run(self, variable: Variable, rate: float) -> None:
         grads = variable.grads()
         longest = longest_step(grads)
-        # the Euclidean norm is no smaller than the largest entry, and faster to get
-        good = abs(rate) * variable.norm(grads) <= longest  # false for NaN
-        if bool(good.all()):
-            return
         some = [g.reshape(len(g), -1) for g in grads if g.numel()]
         good = abs(rate) * torch.stack([g.abs().amax(1) for g in some]).amax(0) <= longest
         named = dict(zip(variable.gradient_names, grads, strict=True))
@@ -263,13 +267,16 @@ class StackedUpdate(Update):
         return lambda leaf: self._runs.only_going(mapped(leaf), leaf)
 
     def _step(self, grads: Sequence[Tensor], rate: float) -> None:
+        grads = [self._runs.only_going(grad, 0.0) for grad in grads]
+        if not isinstance(rate, Tensor):
+            super()._step(grads, rate)
+            return
         for leaf, grad in zip(self._variable.leaves, grads, strict=True):
-            along = per_run(torch.as_tensor(rate), leaf).to(leaf.dtype)
-            leaf.addcmul_(self._runs.only_going(grad, 0.0), along)
+            leaf.addcmul_(grad, per_run(rate, leaf).to(leaf.dtype))
 
 
 class StackedPace(Pace):
-    """The given rates of every run, in tensors."""
+    """The given rates of every run: tensors, or numbers where all runs have the same."""
 
     def __init__(self, methods: Sequence[F2SA], device: torch.device) -> None:
         super().__init__(methods[0].rates)
@@ -294,7 +301,9 @@ class StackedPace(Pace):
         dtype = torch.float32 if device.type == "mps" else torch.float64
 
         def of_all(name: str) -> float:
-            numbers = [getattr(now, name) for now in given]
+            numbers: list[float] = [getattr(now, name) for now in given]
+            if len(set(numbers)) == 1:
+                return numbers[0]
             stacked = torch.tensor(numbers, dtype=dtype, device=device)[self._place]
             # a step multiplies by its rates and divides by its multiplier, whatever they are
             return cast(float, stacked)
