@@ -492,6 +492,63 @@ def test_methods_without_a_compiled_form_say_so(method: Any, reason: str) -> Non
     assert torch.equal(eager.x, compiled.x)
 
 
+class _Cliff:
+    """g is not a number any more where x is beyond a point."""
+
+    def __call__(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return lower(x, y, batch) + torch.sqrt(0.5 - x.abs().max()) * 0
+
+
+@graphs
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_is_not_waited_for_breaks_one_step_later_and_nothing_has_moved(
+    late: bool,
+) -> None:
+    eager, compiled = (
+        solver(SCHEMES["forward"], compile=c, problem=Problem(upper, _Cliff()))
+        for c in (False, True)
+    )
+    program(compiled)._late = late
+    with pytest.raises(NonFiniteError) as known:  # noqa: PT012
+        for _ in range(50):
+            eager.step()
+    with pytest.raises(NonFiniteError) as found:  # noqa: PT012
+        for _ in range(eager.k + 1):
+            compiled.step()
+        assert late
+        assert compiled.k == eager.k + 1  # as far as is known
+        compiled.settle()
+    assert str(found.value) == str(known.value)
+    assert 1 < compiled.k == eager.k
+    torch.testing.assert_close(
+        compiled.state_dict()["state"], eager.state_dict()["state"], rtol=1e-12, atol=1e-14
+    )
+    assert torch.equal(compiled.x, compiled.state.x.detached())
+
+
+@graphs
+def test_history_ends_before_the_step_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    for late in (False, True):
+        monkeypatch.setattr("bilevel.compiled.program.may_be_late", lambda state, is_=late: is_)
+        with pytest.raises(NonFiniteError) as caught:
+            bilevel.minimize(
+                Problem(upper, _Cliff()),
+                torch.zeros(20, dtype=torch.float64),
+                torch.zeros(3, dtype=torch.float64),
+                method=SCHEMES["forward"],
+                upper_data=UPPER_DATA,
+                lower_data=LOWER_DATA,
+                batch_size=4,
+                steps=50,
+                compile=True,
+            )
+        result = caught.value.result
+        steps.append(result.steps)
+        assert result.history["step"].tolist() == list(range(result.steps))
+    assert steps[0] == steps[1] > 1
+
+
 def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.8.1")
     with pytest.warns(CompileWarning, match=r"torch is 2\.8\.1, and 2\.13 is needed"):

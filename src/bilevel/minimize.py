@@ -161,6 +161,8 @@ def minimize(
             selector.before(recorded)
             try:
                 info = solver.step(measure=recorded)
+                if k == steps - 1 or callback is not None or not selector.patient:
+                    solver.settle()
             except RunError as error:
                 outcome = Outcome.BROKEN
                 error.result = result()
@@ -181,6 +183,7 @@ class _Recorder:
     """The history of a run, kept on its device in arrays of fixed size."""
 
     def __init__(self, solver: Solver, steps: int, every: int) -> None:
+        self._solver = solver
         rows = -(-steps // every) + 1
         device = solver.state.x.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -196,8 +199,9 @@ class _Recorder:
         self._rows += 1
 
     def history(self) -> History:
-        measured = self._measured[: self._rows].cpu().numpy()
         told = self._told[: self._rows]
+        told = told[told[:, 0] < self._solver.k]  # a step may turn out later to be broken
+        measured = self._measured[: len(told)].cpu().numpy()
         return {
             "step": told[:, 0].astype(np.int64),
             "seconds": told[:, 1].copy(),
@@ -207,7 +211,13 @@ class _Recorder:
 
 
 class _Last:
-    """Return the last iterate."""
+    """Return the last iterate.
+
+    Attributes:
+        patient: whether it may be told of a step that is not known yet to be sound.
+    """
+
+    patient = True
 
     def __init__(self, solver: Solver, seed: int) -> None:
         self.solver = solver
@@ -225,6 +235,8 @@ class _Last:
 
 class _Kept(_Last):
     """Return a kept pair (x_k, z_{k+1}): z_{k+1} is the lower solution that belongs to x_k."""
+
+    patient = False
 
     def __init__(self, solver: Solver, seed: int) -> None:
         super().__init__(solver, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,11 +178,13 @@ class Solver:
     @property
     def x(self) -> Any:
         """A copy of the upper variable, in the structure of x0."""
+        self.settle()
         return self.state.x.detached()
 
     @property
     def y(self) -> Any:
         """A copy of the lower variable that solves the lower level, in the structure of y0."""
+        self.settle()
         return self.state.solution.detached()
 
     def step(self, *, measure: bool = True) -> Info:
@@ -191,11 +195,28 @@ class Solver:
         state is then finite, in the middle of the step. (What an optimizer of the user's own makes
         of finite gradients is seen at the next evaluation.)
         """
+        with self._running():
+            if self._program is not None:
+                return self._program.step(measure=measure)
+            return self.method.step(self.problem, self.state, self.draw, measure=measure)
+
+    def settle(self) -> None:
+        """Wait for the last step.
+
+        A compiled step on a GPU returns while it is being computed. A number in it that is not
+        finite is then told by the next step, by this, or when x, y or the state are read; nothing
+        has moved since.
+        """
+        if self._program is not None:
+            with self._running():
+                self._program.settle()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """For steps: they have the run's randomness, and leave no gradients when they break."""
         try:
             with self._randomness, torch.enable_grad():
-                if self._program is not None:
-                    return self._program.step(measure=measure)
-                return self.method.step(self.problem, self.state, self.draw, measure=measure)
+                yield
         except BaseException as error:  # an interrupt too: the next step must start clean
             self._forget_gradients()
             if isinstance(error, RunError):
@@ -210,6 +231,7 @@ class Solver:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the run's future depends on: variables, optimizers, generators, data."""
+        self.settle()
         with self._randomness:
             draw = self.draw.state_dict()
         return {

@@ -10,8 +10,9 @@ use may change between two steps, and is then compiled anew. Python that runs be
 (printing, counting calls) runs when it is traced and not again.
 
 Whether a number is not finite is decided on the device. From the first one on nothing moves any
-more, and at the end of the step the method itself goes on from there, and says what it was. It also
-goes on where something turns out not to be compilable, so that no run depends on the compiler.
+more, and at the end of the step the method itself goes on from there, and says what it was. A GPU
+is not waited for at the end of a step, but before the next one begins, so that it has no gaps. The
+method also goes on where something turns out not to be compilable: no run depends on the compiler.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -37,7 +38,7 @@ from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import buffers_kept, held
 
-OLDEST_TORCH = (2, 13)  # earlier ones do not trace torch.autograd.grad
+OLDEST_TORCH = (2, 11)  # earlier ones do not trace torch.autograd.grad
 
 SMALL = 1 << 18
 """Inner steps that read fewer numbers than this run on one thread: a second costs more than it
@@ -66,11 +67,27 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
     elif state.x.device.type not in ("cpu", "cuda"):
         reason = f"the run is on {state.x.device}"
     if reason is not None:
-        _warn(reason)
+        _warn(reason, 4)
         return None
     assert isinstance(method, F2SA)
     assert isinstance(state, F2SAState)
     return Program(problem, method, state, draw)
+
+
+def may_be_late(state: F2SAState) -> bool:
+    """Whether a step may return before it is done.
+
+    What an optimizer does to x cannot be taken back, so the direction has to be sound before.
+    """
+    return state.x.device.type == "cuda" and state.x_update.plain
+
+
+class _Begun(NamedTuple):
+    """A step that may not be done yet: where it began, and whether it is reported."""
+
+    k: int
+    multiplier: float
+    measure: bool
 
 
 class Program:
@@ -120,7 +137,12 @@ class Program:
         self._place: dict[str, Any] | None = None
         self._first: Ready | None = None
         self._plans: dict[bool, Phases] = {}
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        self._planned = self._sweep is not None or (
+            feed is not None and (self._one_part or method.single_pass)
+        )
+        self._late = may_be_late(state)
+        self._begun: _Begun | None = None
 
     @property
     def compilations(self) -> int:
@@ -129,10 +151,21 @@ class Program:
         return sum(piece.compilations for piece in pieces)
 
     def step(self, *, measure: bool = True) -> Info:
-        """One outer step, in place, as ``method.step``."""
+        """One outer step, in place, as ``method.step``.
+
+        On a GPU it may return while the step is being computed, see :meth:`settle`.
+        """
+        plan = None
+        if self._works and self._planned:
+            try:
+                plan = self._plan(measure)  # while a device is still at the step before
+            except NotCompiledError as error:
+                self._give_up(error)
+        self.settle()
         if not self._works:
             return self._method.step(self._problem, self._state, self._draw, measure=measure)
-        now = self._now = self._state.pace.at(self._problem, self._state, self._draw)
+        state = self._state
+        now = self._now = state.pace.at(self._problem, state, self._draw)
         self._dial(now)
         self._given.clear()
         self._place = None
@@ -140,14 +173,19 @@ class Program:
             self._feed.fill()
         try:
             with _threads(1 if self._small else torch.get_num_threads()):
-                self._run(measure)
-            complete = bool(self._pieces.fine)  # the one time that a device is waited for
+                if plan is not None:
+                    self._run(plan, measure)
+                else:
+                    self._go(self._phases(measure))
+            complete = self._late or bool(self._pieces.fine)
         except NotCompiledError as error:
-            _warn(str(error))
-            self._works = complete = False
+            self._give_up(error)
+            complete = False
         if not complete:
             return self._go_on(measure)
-        state, upper_lr = self._state, now.upper
+        if self._late:
+            self._begun = _Begun(state.k, state.multiplier, measure)
+        upper_lr = now.upper
         if not state.x_update.plain:
             state.x.set_grads([part.clone() for part in self._pieces.slope])
             upper_lr = state.x_update.choose(now.upper)
@@ -155,6 +193,13 @@ class Program:
         info = self._info(now, upper_lr, measure)
         state.k, state.multiplier = state.k + 1, now.multiplier
         return info
+
+    def settle(self) -> None:
+        """Wait for the last step; where it met a number that is not finite, say so."""
+        begun, self._begun = self._begun, None
+        if begun is not None and not bool(self._pieces.fine):
+            self._state.k, self._state.multiplier = begun.k, begun.multiplier
+            self._go_on(begun.measure)
 
     def _dial(self, now: Now) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
@@ -165,11 +210,8 @@ class Program:
             self._pieces.dials.copy_(torch.tensor(numbers, dtype=torch.float64))
             self._dialled = numbers
 
-    def _run(self, measure: bool) -> None:
-        planned = self._feed is not None and (self._one_part or self._method.single_pass)
-        if not (planned or self._sweep is not None):
-            self._go(self._phases(measure))
-            return
+    def _plan(self, measure: bool) -> Phases:
+        """All that a step runs, compiled anew if the guards say so."""
         first = next(iter(self._inner_steps()), None) or next(iter(self._last_step()))
         if not first.same(self._first):
             self._first = first
@@ -178,15 +220,20 @@ class Program:
         if measure not in self._plans:
             inner, direction, last = self._phases(measure)
             self._plans[measure] = list(inner), list(direction), list(last)
-            self._go(self._plans[measure])
-        elif self._state.x.device.type == "cuda":
-            if measure not in self._graphs:
-                graph = self._graphs[measure] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self._go(self._plans[measure])
-            self._graphs[measure].replay()
-        else:
-            self._go(self._plans[measure])
+        return self._plans[measure]
+
+    def _run(self, plan: Phases, measure: bool) -> None:
+        """Run it; on a GPU the second time as a graph, the first having loaded what it needs."""
+        if self._state.x.device.type != "cuda" or measure not in self._graphs:
+            self._go(plan)
+            self._graphs.setdefault(measure, None)
+            return
+        graph = self._graphs[measure]
+        if graph is None:
+            graph = self._graphs[measure] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._go(plan)
+        graph.replay()
 
     @torch.no_grad()
     def _go(self, phases: Phases) -> None:
@@ -255,6 +302,10 @@ class Program:
         self._given.append(self._draw.inner(self._nodes, self._method.shared))
         return self._given[-1]
 
+    def _give_up(self, error: NotCompiledError) -> None:
+        self._works = False
+        _warn(str(error), 5)
+
     def _go_on(self, measure: bool) -> Info:
         """The rest of a step in which something was not finite or could not be compiled."""
         done = int(self._pieces.done)
@@ -297,9 +348,9 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _warn(reason: str) -> None:
+def _warn(reason: str, depth: int) -> None:
     warnings.warn(
         f"compile=True has no effect: {reason}. The run goes on without it, to the same result",
         CompileWarning,
-        stacklevel=4,
+        stacklevel=depth,
     )

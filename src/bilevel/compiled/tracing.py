@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from bilevel.compiled.merging import merge_products
+
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the guards have looked at every size
 }
@@ -163,6 +165,7 @@ def _compile(kernels: list[Any], graph: torch.fx.GraphModule, inputs: Any, **opt
         # compiled code draws other numbers, and not the same ones for copies that share samples
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise NotCompiledError(f"the objectives draw random numbers ({node.target})")
+    merge_products(graph)
     compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)

@@ -1,0 +1,85 @@
+"""Products with a factor in common become one, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from bilevel.compiled.merging import PRODUCTS, merge_products
+
+A, B = torch.randn(9, 7), torch.randn(9, 7)
+Y, Z = torch.randn(3, 7), torch.randn(2, 7)
+
+
+def both_copies(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return (a @ y.T).exp(), (a @ z.T).sin()
+
+
+def with_gradients(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    u, v = (a @ y.T).tanh(), (a @ z.T).tanh()
+    return u.T @ a, v.T @ a
+
+
+def not_transposed(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return a @ y.T.contiguous(), a @ z.T.contiguous()
+
+
+def with_bias(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return torch.addmm(y[:, 0], a, y.T), a @ z.T
+
+
+def one_after_the_other(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    first = a @ y.T
+    return first, a @ (z + first.sum()).T
+
+
+def crosswise(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    """Either pair can be merged, but not both: they would wait for each other."""
+    b = a.exp()
+    at_y = a @ y.T
+    from_y = b @ (z + at_y.sum()).T
+    from_z = b @ z.T
+    return at_y, from_y, from_z, a @ (z + from_z.sum()).T
+
+
+def nothing_in_common(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return a @ y.T, a.exp() @ y.T
+
+
+def scaled(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return torch.addmm(y[:, 0], a, y.T, alpha=2), a @ z.T
+
+
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [
+        (both_copies, 1),
+        (with_gradients, 2),
+        (not_transposed, 1),
+        (with_bias, 1),
+        (one_after_the_other, 2),
+        (crosswise, 3),
+        (nothing_in_common, 2),
+        (scaled, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_values_stay_and_products_are_fewer(
+    function: Callable[..., tuple[Tensor, ...]], products: int
+) -> None:
+    traced = make_fx(function, tracing_mode="fake")(A, Y, Z)
+    merge_products(traced)
+    traced.graph.lint()
+    torch.testing.assert_close(traced(A, Y, Z), function(A, Y, Z))
+    assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == products
+
+
+def test_large_factors_are_not_copied_to_save_reading_a_small_one() -> None:
+    few = A[:4]
+    traced = make_fx(both_copies, tracing_mode="fake")(few, Y, Z)
+    merge_products(traced)
+    assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == 2
