@@ -470,8 +470,18 @@ def uneven() -> Task:
 
 GIVEN = f2sa(0.3, 0.1)
 ALONE: dict[str, tuple[Callable[[], Task], Any, str]] = {
-    "auto": (cleaning, F2SA(inner_steps=2), "lower_lr='auto' is found by each run"),
-    "auto for x": (cleaning, F2SA(0.1, inner_steps=2), "upper_lr='auto' is found by each run"),
+    "auto": (
+        cleaning,
+        F2SA(inner_steps=2),
+        r"each run finds lower_lr and upper_lr for itself \('auto'\); give numbers, such as the "
+        r"last in history\['lower_lr'\] and history\['upper_lr'\] of one run$",
+    ),
+    "auto for x": (
+        cleaning,
+        F2SA(0.1, inner_steps=2),
+        r"each run finds upper_lr for itself .* the last in history\['upper_lr'\] of one run$",
+    ),
+    "terms one by one": (cleaning, f2sa(0.3, 0.1, accumulate=True), "accumulate=True is to save"),
     "optimizer": (
         cleaning,
         f2sa(0.3, upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.1)),
@@ -568,8 +578,14 @@ def test_all_reasons_are_in_one_warning() -> None:
     (warning,) = caught
     assert "4 of 6 runs" in str(warning.message)
     assert "F3SA" in str(warning.message)
-    assert "lower_lr='auto'" in str(warning.message)
+    assert "finds lower_lr and upper_lr for itself" in str(warning.message)
     assert results[0].seconds == results[1].seconds != results[2].seconds
+
+
+def test_steps_that_one_run_found_serve_all() -> None:
+    history = one(cleaning(), method=F2SA(inner_steps=2), steps=20).history
+    method = f2sa(history["lower_lr"][-1], history["upper_lr"][-1])
+    assert_as_one_by_one(cleaning(), method, 3, steps=3)
 
 
 def test_one_run_is_no_reason_to_warn() -> None:

@@ -63,10 +63,15 @@ def why_alone(method: Method[Any]) -> str | None:
         if getattr(method, name, None) is not None:
             return f"{name} keeps a state of its own for each run"
     if method.accumulate:
-        return "accumulate=True is for runs of which not even one is to be held at once"
-    for name, rate in (("lower_lr", method.rates.lower), ("upper_lr", method.rates.upper)):
-        if rate is None:
-            return f"{name}='auto' is found by each run on its own way (give a number)"
+        return "accumulate=True is to save memory, of which many runs at once take more"
+    rates = {"lower_lr": method.rates.lower, "upper_lr": method.rates.upper}
+    found = [name for name, rate in rates.items() if rate is None]
+    if found:
+        columns = " and ".join(f"history[{name!r}]" for name in found)
+        return (
+            f"each run finds {' and '.join(found)} for itself ('auto'); give numbers, such as the "
+            f"last in {columns} of one run"
+        )
     return None
 
 

@@ -165,11 +165,13 @@ def minimize_many(
 
     What can be one computation are runs of :class:`~bilevel.F2SA`, and of :class:`~bilevel.F2BA`
     without acceleration, with given rates and no optimizers; they may differ in their rates and
-    multipliers (runs that differ in more form several groups). The objectives must be functions of
-    (x, y, batch) alone that ``torch.vmap`` can evaluate: without random numbers (dropout), without
-    buffers that change (BatchNorm in training), without Python that depends on the values of
-    tensors. Other runs, and those on data that comes as an iterable of batches, are taken one after
-    another, and an :class:`~bilevel.errors.UnbatchedWarning` says why.
+    multipliers (runs that differ in more form several groups). Steps that are "auto", as they are
+    by default, each run finds for itself: give numbers instead, such as the last in
+    ``history["lower_lr"]`` and ``history["upper_lr"]`` of one run. The objectives must be functions
+    of (x, y, batch) alone that ``torch.vmap`` can evaluate: without random numbers (dropout),
+    without buffers that change (BatchNorm in training), without Python that depends on the values
+    of tensors. Other runs, and those on data that comes as an iterable of batches, are taken one
+    after another, and an :class:`~bilevel.errors.UnbatchedWarning` says why.
 
     A run that meets a number that is not finite does not stop the others: its outcome is BROKEN,
     its x and y are those of the last finite state, and ``reasons`` says what happened.
