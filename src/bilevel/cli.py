@@ -204,6 +204,21 @@ def bench_overhead(
     _bench(overhead, json_file, repeats=repeats, device=device, seed=seed)
 
 
+@bench_app.command("scale")
+def bench_scale(
+    compiled: Annotated[bool, typer.Option(help="Also compiled steps.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the times are medians.")] = 15,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What steps cost against d, n, T and the size of the minibatch."""
+    from bilevel.benchmarks import scale
+
+    options: dict[str, Any] = {"compiled": compiled, "repeats": repeats, "device": device}
+    _bench(scale, json_file, threads=1, seed=seed, **options)
+
+
 @bench_app.command("lm")
 def bench_lm(
     device: Annotated[str, typer.Option(help="Where.")] = "cuda",
