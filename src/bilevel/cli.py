@@ -212,7 +212,7 @@ def bench_scale(
     seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What steps cost against d, n, T and the size of the minibatch."""
+    """What steps cost against d, n, T and the minibatch (ten minutes, mostly of compiling)."""
     from bilevel.benchmarks import scale
 
     options: dict[str, Any] = {"compiled": compiled, "repeats": repeats, "device": device}

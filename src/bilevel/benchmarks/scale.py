@@ -112,9 +112,9 @@ def table(rows: Sequence[Row]) -> Table:
             "": lambda row: row.way,
             "varied": lambda row: row.varied,
             "to": lambda row: row.size,
-            "outer step, ms": lambda row: 1e3 * row.outer_seconds,
+            "outer, ms": lambda row: 1e3 * row.outer_seconds,
             "ratio": lambda row: row.outer_ratio,
-            "inner step, us": lambda row: 1e6 * row.inner_seconds,
+            "inner, us": lambda row: round(1e6 * row.inner_seconds),
             "its ratio": lambda row: row.inner_ratio,
         },
     )
