@@ -21,15 +21,20 @@ def test_version() -> None:
 
 
 def test_demo_finds_wrong_labels_and_beats_the_model_that_learned_them(tmp_path: Path) -> None:
-    figures = tmp_path / "demo.json"
-    result = runner.invoke(app, ["demo", "--seed", "0", "--json", str(figures)])
+    figures, out = tmp_path / "demo.json", tmp_path / "demo"
+    result = runner.invoke(app, ["demo", "--seed", "0", "--json", str(figures), "--out", str(out)])
     assert result.exit_code == 0, result.output
     found = json.loads(figures.read_text())
     assert found["found"] > 0.8 * found["wrong"]
     assert found["false_alarms"] < 0.1 * (found["samples"] - found["wrong"])
     assert found["auc"] > 0.9
     assert found["accuracy_cleaned"] > found["accuracy_noisy"]
-    assert f"{found['found']} of the {found['wrong']} wrong" in " ".join(result.stdout.split())
+    output = " ".join(result.stdout.split())
+    assert f"{found['found']} of the {found['wrong']} wrong" in output
+    assert str(out / "report.html") in output
+    suspected = found["found"] + found["false_alarms"]
+    assert f">{suspected:,}</span> of 4,000 labels look wrong" in (out / "report.html").read_text()
+    assert len((out / "labels.csv").read_text().splitlines()) == 4001
 
 
 def test_reproduce_rates_writes_table_plot_and_figures(tmp_path: Path) -> None:

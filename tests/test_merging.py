@@ -72,14 +72,38 @@ def test_values_stay_and_products_are_fewer(
     function: Callable[..., tuple[Tensor, ...]], products: int
 ) -> None:
     traced = make_fx(function, tracing_mode="fake")(A, Y, Z)
-    merge_products(traced)
+    merge_products(traced, wasteful=False)
     traced.graph.lint()
     torch.testing.assert_close(traced(A, Y, Z), function(A, Y, Z))
     assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == products
 
 
+def samples_of_both_levels(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    trusted = a[2:6].exp()
+    return a @ y.T, a @ z.T, trusted @ y.T
+
+
+def test_on_a_gpu_a_block_that_nobody_asked_for_is_computed_too() -> None:
+    traced = make_fx(samples_of_both_levels, tracing_mode="fake")(A, Y, Z)
+    merge_products(traced, wasteful=True)
+    traced.graph.lint()
+    assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == 1
+    torch.testing.assert_close(traced(A, Y, Z), samples_of_both_levels(A, Y, Z))
+
+
+def test_a_product_that_is_taken_twice() -> None:
+    def twice(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return a @ y.T, a @ y.T, a @ z.T
+
+    traced = make_fx(twice, tracing_mode="fake")(A, Y, Z)
+    merge_products(traced, wasteful=False)
+    torch.testing.assert_close(traced(A, Y, Z), twice(A, Y, Z))
+
+
 def test_large_factors_are_not_copied_to_save_reading_a_small_one() -> None:
     few = A[:4]
     traced = make_fx(both_copies, tracing_mode="fake")(few, Y, Z)
-    merge_products(traced)
+    merge_products(traced, wasteful=False)
     assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == 2
+    merge_products(traced, wasteful=True)
+    assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bilevel import __version__
@@ -61,31 +64,108 @@ def _main(
 
 
 @app.command()
+def clean(
+    train: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SAMPLES",
+            help="A .csv, .tsv, .parquet or .npz file (arrays X and y), or a folder of images, "
+            "class/name.png.",
+        ),
+    ],
+    trusted: Annotated[
+        Path, typer.Option(metavar="SAMPLES", help="The same, with labels that are right.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results go.")],
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The labels; of NPZ an array, y if none.")
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option("--id", metavar="COLUMN", help="By which rows are known.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="To be read as text (TF-IDF).")
+    ] = None,
+    category: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="To be read as categories.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="To be left out.")
+    ] = None,
+    threshold: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Labels of a lower quality are suspect."),
+    ] = 0.5,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results that are there already.")
+    ] = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Find the wrong labels of a data set, with the help of a few samples labelled right.
+
+    Writes labels.csv (every row with its weight, the quality of its label, a verdict and a
+    suggestion), model.safetensors and model.json (a model that did not learn the wrong labels) and
+    report.html (to look at in a browser). What a column is, number, category or text, is seen from
+    its values; --text, --category and --ignore say otherwise.
+    """
+    findings, folder = _checked(_cleaning)
+    _checked(folder.check, folder=out, overwrite=overwrite, inputs=[train, trusted])
+    choices = findings.ColumnChoices(text or (), category or (), ignore or ())
+    with _stages() as tell:
+        found = _checked(
+            findings.clean_files,
+            train=train,
+            trusted=trusted,
+            label=label,
+            id_column=id_column,
+            choices=choices,
+            threshold=threshold,
+            seed=seed,
+            tell=tell,
+        )
+        tell("writing")
+        _check_folders(json_file)
+        _checked(found.write, folder=out, overwrite=overwrite)
+    _tell_findings(found, out)
+    _write_json(json_file, found.to_json())
+
+
+@app.command()
 def demo(
     seed: Seed = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Outer steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the weights, at most.")] = 40,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the report goes.")] = Path(
+        "out/demo"
+    ),
     json_file: JsonFile = None,
 ) -> None:
     """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
     from bilevel.experiments import digits
 
+    _, folder = _checked(_cleaning)
     _check_folders(json_file)
+    _checked(folder.check, folder=out, overwrite=True)
     console.print(
         "4,000 digits, 30% of their labels wrong; 500 trusted, 500 to test.\n"
         "Learning one weight per digit, so that a model trained with them does well on the "
         "trusted ones ...",
         soft_wrap=True,
     )
-    outcome = _checked(digits.clean, seed=seed, steps=steps, progress=console.is_terminal)
+    with _stages() as tell:
+        outcome, found = _checked(digits.clean, seed=seed, steps=steps, tell=tell)
+        tell("writing")
+        _checked(found.write, folder=out, overwrite=True)
     right = outcome.samples - outcome.wrong
     suspected = outcome.found + outcome.false_alarms
     console.print(
         f"Suspected {suspected} labels: {outcome.found} of the {outcome.wrong} wrong ones, and "
         f"{outcome.false_alarms} of the {right} right ones.\n"
-        f"A wrong label has a lower weight than a right one in {outcome.auc:.1%} of pairs (AUC).\n"
+        f"A wrong label has a lower quality than a right one in {outcome.auc:.1%} of pairs (AUC).\n"
         f"Test accuracy of the model that learned the noise: {outcome.accuracy_noisy:.1%}; "
-        f"with the learned weights: {outcome.accuracy_cleaned:.1%}.\n"
-        f"Learning took {outcome.seconds:.1f} s.",
+        f"of the one that did not: {outcome.accuracy_cleaned:.1%}.\n"
+        f"It took {outcome.seconds:.1f} s. Look at the labels in a browser: "
+        f"{escape(str(out / 'report.html'))}",
         highlight=False,
         soft_wrap=True,
     )
@@ -280,6 +360,47 @@ def _bench(
     _write_json(json_file, report.figures(machine, options, rows))
 
 
+def _cleaning() -> tuple[Any, Any]:
+    """The modules that clean files, which need packages of an extra."""
+    from bilevel.extras import needed
+
+    with needed("clean", "sklearn", "scipy", "pandas", "safetensors", "jinja2", "PIL"):
+        from bilevel.cleaning import findings, folder, report
+
+        del report  # is needed only in the end, when it would be late to say so
+    return findings, folder
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, and for how long.
+
+    torch has one thread: steps on minibatches are too small for two to help each other, and what
+    is found is the same on every machine.
+    """
+    from bilevel.benchmarks.report import threads
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        threads(1),
+        Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress,
+    ):
+        task = progress.add_task("", total=None)
+        yield lambda stage: progress.update(task, description=stage)
+
+
+def _tell_findings(found: Any, out: Path) -> None:
+    """What was found, in five lines."""
+    lines = [
+        *found.summary(),
+        f"Written to {out}: labels.csv, model.safetensors, model.json; to look at: report.html "
+        f"({found.seconds:.1f} s).",
+    ]
+    console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
+
+
 def _rates_table(rates: list[Any]) -> Table:
     table = Table(title="slope of E ||grad F(x_k)||^2 against k, in logarithms")
     for heading in ("algorithm", "regime"):
@@ -300,7 +421,7 @@ def _checked(function: Any, **arguments: Any) -> Any:
     try:
         return function(**arguments)
     except BilevelError as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 

@@ -79,6 +79,14 @@ class CorruptDataError(BilevelError, ValueError):
     """A file of a data set is not what it should be; nothing of it was loaded."""
 
 
+class InputError(BilevelError, ValueError):
+    """Samples that were to be cleaned cannot be; the message names the file and what to do."""
+
+
+class OutputError(BilevelError, OSError):
+    """Results cannot be written where they were to go; the message names the folder."""
+
+
 class RunError(BilevelError):
     """A run had to stop in the middle; what it had reached is not lost.
 

@@ -118,9 +118,9 @@ class Problem:
         """Phi, of what :meth:`values` gave."""
         return Phi(upper, lower, terms, leaves)
 
-    def watch(self, step: int, device: torch.device) -> Watch:
-        """What looks after the numbers of one outer step."""
-        return Watch(step, at_once=device.type == "cpu")
+    def watch(self, step: int, device: torch.device, before: Watch | None = None) -> Watch:
+        """What looks after the numbers of one outer step; ``before``: that of the step before."""
+        return Watch(step, at_once=device.type == "cpu", before=before)
 
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
@@ -162,6 +162,7 @@ class Term(NamedTuple):
         batch: on what.
         share: of the batch in a larger one.
         weight: u_i or w_i.
+        last: whether the point has no further one.
     """
 
     level: Literal["upper", "lower"]
@@ -169,6 +170,7 @@ class Term(NamedTuple):
     batch: Any
     share: float = 1.0
     weight: float = 1.0
+    last: bool = True
 
     def name(self, x: Variable) -> str:
         """What messages call it."""
@@ -353,19 +355,41 @@ def accumulate(
     samples: Sequence[Sample],
     multiplier: float,
     watch: Watch,
+    done: Callable[[Variable], None] | None = None,
+    kept_as: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
 
     The activations of only one term are alive at a time. Returned are the terms.
+
+    Args:
+        problem, stencil, x, points, samples, multiplier, watch: as there.
+        done: called with each point when its gradient is complete; it may move the point.
+        kept_as: how the gradient of a point's first term is kept while the next is differentiated.
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
+    kept: list[Tensor | None] = []
     for term, value in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(value, {term.name(x): value})
         terms[term.name(x)] = value.detach()
+        scaled = None
         if value.requires_grad:
             weight = term.weight if term.level == "upper" else multiplier * term.weight
-            (weight * value).backward(inputs=leaves)  # type: ignore[no-untyped-call]
+            scaled = weight * value
+            scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+        del value, scaled  # the last that holds on to the activations
+        point = term.y
+        if kept_as is not None and not term.last:
+            kept = [None if leaf.grad is None else leaf.grad.to(kept_as) for leaf in point.leaves]
+            point.clear_grads()
+        if term.last:
+            for leaf, before in zip_longest(point.leaves, kept):
+                if before is not None:
+                    leaf.grad = before.to(leaf.dtype) if leaf.grad is None else leaf.grad + before
+            kept.clear()
+            if done is not None:
+                done(point)
     return terms
 
 
@@ -377,7 +401,7 @@ def _terms(
     samples: Sequence[Sample],
     rewind: Callable[[], None] | None,
 ) -> Iterator[tuple[Term, Tensor]]:
-    """Each term of Phi and its value, weighted by the share of its sample."""
+    """Each term of Phi, point by point, and its value, weighted by the share of its sample."""
     if rewind is None:
         rewind = Rewind(x.device)
     else:
@@ -385,13 +409,14 @@ def _terms(
     terms = []
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
         if u and sample.upper_share:
-            terms.append(Term("upper", y, sample.upper, sample.upper_share, u))
+            last = not (w and sample.lower_share)
+            terms.append(Term("upper", y, sample.upper, sample.upper_share, u, last))
         if w and sample.lower_share:
             terms.append(Term("lower", y, sample.lower, sample.lower_share, w))
     shared = all(sample is samples[0] for sample in samples)
-    values = problem.values(x, terms, rewind if shared else None)
-    for term, value in zip(terms, values, strict=True):
-        yield term, _scaled(term.share, value)
+    values = iter(problem.values(x, terms, rewind if shared else None))
+    for term in terms:  # nothing here holds on to a value: whoever is done with it needs the memory
+        yield term, _scaled(term.share, next(values))
 
 
 def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:

@@ -201,15 +201,16 @@ class Solver:
             return self.method.step(self.problem, self.state, self.draw, measure=measure)
 
     def settle(self) -> None:
-        """Wait for the last step.
+        """Wait until all steps are computed.
 
-        A compiled step on a GPU returns while it is being computed. A number in it that is not
-        finite is then told by the next step, by this, or when x, y or the state are read; nothing
-        has moved since.
+        Steps on a GPU may return before they are. A number that is not finite is then told by one
+        of the next steps, by this, or when x, y or the state are read. Nothing has moved since, and
+        k is again the number of the step that met it.
         """
-        if self._program is not None:
-            with self._running():
+        with self._running():
+            if self._program is not None:
                 self._program.settle()
+            self.state.settle()
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -1,12 +1,22 @@
 """Label cleaning: which labels of a data set are wrong, and a model that did not learn them."""
 
-from bilevel.errors import MissingExtraError
+from typing import TYPE_CHECKING, Any
 
-try:
+from bilevel.extras import needed
+
+with needed("clean", "sklearn", "scipy"):
     from bilevel.cleaning.estimator import LabelCleaner
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] != "sklearn":
-        raise
-    raise MissingExtraError("scikit-learn", "clean") from None
 
-__all__ = ["LabelCleaner"]
+if TYPE_CHECKING:
+    from bilevel.cleaning.saved import load_model
+
+__all__ = ["LabelCleaner", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """What reads and writes files needs more packages, and is imported when it is asked for."""
+    if name == "load_model":
+        with needed("clean", "pandas", "safetensors", "PIL"):
+            from bilevel.cleaning.saved import load_model
+        return load_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

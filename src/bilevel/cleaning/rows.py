@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -115,6 +116,19 @@ class Scaler:
         # a difference that is only rounding is none
         constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(self._mean)
         self._scale = np.where(constant, 1.0, scale)
+
+    def state(self) -> dict[str, Array]:
+        """The units, by name; none where features are not changed."""
+        return {"mean": self._mean, "scale": self._scale} if self._standardize else {}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Array]) -> Scaler:
+        """The scaler that had this state, for a model that takes sparse rows as they are."""
+        scaler = cls(None, standardize=False, dense=False)
+        if "mean" in state:
+            scaler._standardize = True
+            scaler._mean, scaler._scale = state["mean"], state["scale"]
+        return scaler
 
     def rows(self, features: Any, dtype: type[np.floating[Any]] = np.float32) -> Rows:
         """The features, scaled."""

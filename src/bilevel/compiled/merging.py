@@ -1,17 +1,21 @@
-"""Products of matrices that have a factor in common, taken as one.
+"""Products of matrices that have factors in common, taken as one.
 
 The copies of y look at the same samples, so a step computes A y and A z with the same A, and for
 the gradients B'A and C'A. One product reads A once:
 
     A [y z] = [Ay Az],      [B C]' A = [B'A; C'A]
 
-A compiler does not see this. It pays where A is larger than what has to be put side by side.
+A compiler does not see this. It pays where A is larger than what has to be put side by side. On a
+GPU, where a small product takes as long as it takes to begin one, it pays too where a block is
+computed that nobody asked for: with the trusted samples T in f,
+
+    [A; T] [y z] = [Ay Az; Ty *].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,97 +24,143 @@ aten = torch.ops.aten
 
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
+SMALL = 1 << 22
+"""Products whose factors have fewer entries take, on a GPU, hardly longer than nothing."""
 
-def merge_products(module: GraphModule) -> None:
-    """Rewrite the graph, in place."""
+
+def merge_products(module: GraphModule, *, wasteful: bool) -> None:
+    """Rewrite the graph, in place; ``wasteful``: also where blocks are computed for nothing."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    while (found := next(_mergeable(module.graph), None)) is not None:
-        _merge(module.graph, *found)
+    while (blocks := next(_mergeable(module.graph, wasteful), None)) is not None:
+        blocks.merge(module.graph)
         stable_topological_sort(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
-def _mergeable(graph: Graph) -> Iterator[tuple[list[Node], int]]:
-    """Products that none of the others leads to, and which of their factors they share."""
-    products = [node for node in graph.nodes if node.target in PRODUCTS and _plain(node)]
-    for common in (0, 1):
-        groups: dict[Node, list[Node]] = {}
-        for product in products:
-            groups.setdefault(_factors(product)[common], []).append(product)
-        for shared, group in groups.items():
-            alone = [
-                product
-                for product in group
-                if not _leads_to(product, [other for other in group if other is not product])
-            ]
-            own = [_factors(product)[1 - common] for product in alone]
-            if len(alone) > 1 and sum(map(_size, own)) <= _size(shared):
-                yield alone, common
+class _Factor(NamedTuple):
+    """A factor of a product: a matrix, or one that is read by columns."""
+
+    matrix: Node
+    flipped: bool
+
+    @classmethod
+    def of(cls, node: Node) -> _Factor:
+        if node.target is aten.permute.default and node.args[1] == [1, 0]:
+            assert isinstance(node.args[0], Node)
+            return cls(node.args[0], True)
+        return cls(node, False)
+
+    def length(self, dim: int) -> int:
+        return int(self.matrix.meta["val"].shape[1 - dim if self.flipped else dim])
+
+    @property
+    def size(self) -> int:
+        return int(self.matrix.meta["val"].numel())
 
 
-def _merge(graph: Graph, products: list[Node], common: int) -> None:
-    """Put one product in the place of several."""
-    shared = _factors(products[0])[common]
-    own = [_factors(product)[1 - common] for product in products]
-    along = 1 - common
-    with graph.inserting_before(products[-1]):
-        together = _together(graph, own, along)
-        factors = (shared, together) if common == 0 else (together, shared)
-        whole = _call(graph, aten.mm.default, *factors)
-        start = 0
-        for product, factor in zip(products, own, strict=True):
-            end = start + factor.meta["val"].shape[along]
-            part = _call(graph, aten.slice.Tensor, whole, along, start, end)
-            if product.target is aten.addmm.default:
-                part = _call(graph, aten.add.Tensor, part, product.args[0])
-            product.replace_all_uses_with(part)
-            graph.erase_node(product)
-            start = end
+class _Blocks:
+    """Products L_i R_j as blocks of one.
+
+    Args:
+        products: none of which is computed from another.
+    """
+
+    def __init__(self, products: list[Node]) -> None:
+        self._products = {_factors(product): product for product in products}
+        self._left = list(dict.fromkeys(left for left, _ in self._products))
+        self._right = list(dict.fromkeys(right for _, right in self._products))
+
+    def pays(self, wasteful: bool) -> bool:
+        """Whether to merge them saves time."""
+        if len(self._products) < 2:
+            return False
+        left, right = (sum(factor.size for factor in side) for side in (self._left, self._right))
+        if len(self._left) == 1 and right <= left:
+            return True
+        if len(self._right) == 1 and left <= right:
+            return True
+        return (
+            wasteful
+            and left + right <= SMALL
+            and 2 * len(self._products) > len(self._left) * len(self._right)
+        )
+
+    def merge(self, graph: Graph) -> None:
+        """Put one product in the place of several."""
+        with graph.inserting_before(next(iter(reversed(self._products.values())))):
+            left, right = _together(graph, self._left, 0), _together(graph, self._right, 1)
+            whole = _call(graph, aten.mm.default, left, right)
+            for (above, beside), product in self._products.items():
+                part = _part(graph, whole, 0, self._left, above)
+                part = _part(graph, part, 1, self._right, beside)
+                if product.target is aten.addmm.default:
+                    part = _call(graph, aten.add.Tensor, part, product.args[0])
+                product.replace_all_uses_with(part)
+                graph.erase_node(product)
 
 
-def _together(graph: Graph, factors: list[Node], along: int) -> Node:
-    """The factors side by side; what is transposed anyway, is so afterwards, and stays in order."""
-    if all(f.target is aten.permute.default and f.args[1] == [1, 0] for f in factors):
-        flipped = _call(graph, aten.cat.default, [f.args[0] for f in factors], 1 - along)
-        return _call(graph, aten.permute.default, flipped, [1, 0])
-    return _call(graph, aten.cat.default, factors, along)
+def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
+    """Products that are connected by factors they share, if to merge them pays."""
+    groups: list[tuple[set[tuple[int, _Factor]], list[Node]]] = []
+    for node in graph.nodes:
+        if node.target in PRODUCTS and not node.kwargs:
+            factors = set(enumerate(_factors(node)))
+            touched = [group for group in groups if group[0] & factors]
+            groups = [group for group in groups if group not in touched]
+            members = [member for _, others in touched for member in others]
+            groups.append((factors.union(*(known for known, _ in touched)), [*members, node]))
+    for _, group in groups:
+        alone = [product for product in group if not _leads_to(product, set(group) - {product})]
+        blocks = _Blocks(alone)
+        if blocks.pays(wasteful):
+            yield blocks
+
+
+def _factors(product: Node) -> tuple[_Factor, _Factor]:
+    left, right = product.args[-2:]
+    assert isinstance(left, Node)
+    assert isinstance(right, Node)
+    return _Factor.of(left), _Factor.of(right)
+
+
+def _together(graph: Graph, factors: list[_Factor], along: int) -> Node:
+    """Factors side by side; what is read by columns anyway stays in the order it lies in."""
+    if all(factor.flipped for factor in factors):
+        return _flip(graph, _cat(graph, [factor.matrix for factor in factors], 1 - along))
+    whole = [_flip(graph, f.matrix) if f.flipped else f.matrix for f in factors]
+    return _cat(graph, whole, along)
+
+
+def _cat(graph: Graph, matrices: list[Node], along: int) -> Node:
+    return matrices[0] if len(matrices) == 1 else _call(graph, aten.cat.default, matrices, along)
+
+
+def _flip(graph: Graph, matrix: Node) -> Node:
+    return _call(graph, aten.permute.default, matrix, [1, 0])
+
+
+def _part(graph: Graph, whole: Node, dim: int, factors: list[_Factor], wanted: _Factor) -> Node:
+    """The rows or columns that belong to one factor."""
+    if len(factors) == 1:
+        return whole
+    place = factors.index(wanted)
+    start = sum(factor.length(dim) for factor in factors[:place])
+    return _call(graph, aten.slice.Tensor, whole, dim, start, start + wanted.length(dim))
 
 
 def _call(graph: Graph, target: Callable[..., Any], *arguments: Any) -> Node:
     """A node for a call, which knows what its value looks like."""
     node = graph.call_function(target, arguments)
     values = torch.fx.node.map_arg(arguments, lambda argument: argument.meta["val"])
-    mode = next(value for value in _flat(values) if hasattr(value, "fake_mode")).fake_mode
-    with mode:
+    first = values[0][0] if isinstance(values[0], list | tuple) else values[0]
+    with first.fake_mode:
         node.meta["val"] = target(*values)
     return node
 
 
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _plain(product: Node) -> bool:
-    """Whether nothing but the factors, and what is added, decides."""
-    return not product.kwargs and all(isinstance(factor, Node) for factor in _factors(product))
-
-
-def _factors(product: Node) -> tuple[Node, Node]:
-    first, second = product.args[-2:]
-    return first, second  # type: ignore[return-value]
-
-
-def _size(node: Node) -> int:
-    return int(node.meta["val"].numel())
-
-
-def _leads_to(node: Node, others: list[Node]) -> bool:
+def _leads_to(node: Node, others: set[Node]) -> bool:
     """Whether one of the others is computed from the node."""
     ahead, seen = [node], {node}
     while ahead:

@@ -27,8 +27,9 @@ class Pieces:
 
     Attributes:
         dials: lam, the step of x, and the step of each copy along its part of grad Phi.
-        done: how many inner steps were taken.
-        fine: whether every number was finite.
+        fine: whether every number was finite since it was last said to be so.
+        taken: how many outer steps were, since then.
+        done: how many inner steps of the present one.
         told: the terms of the report, by name, and the norm of the x direction.
         slope: the x direction.
         missing: the terms of the report that Phi does not have.
@@ -48,6 +49,7 @@ class Pieces:
         self.dials = torch.zeros(2 + len(self._copies), dtype=torch.float64, device=device)
         self.done = torch.zeros(1, dtype=torch.int64, device=device)
         self.fine = torch.ones((), dtype=torch.bool, device=device)
+        self.taken = torch.zeros((), dtype=torch.int64, device=device)
         self.slope = [torch.zeros_like(leaf, requires_grad=False) for leaf in state.x.leaves]
         solution, penalised = state.solution, state.penalised
         wanted = {
@@ -65,11 +67,19 @@ class Pieces:
         }
         self.missing = {name: term for name, term in wanted.items() if name not in known}
 
+    def trust(self) -> None:
+        """Count from here, everything being finite."""
+        self.fine.fill_(True)
+        self.taken.zero_()
+
     def reset(self) -> None:
         """Begin an outer step."""
-        self.done.zero_()
-        self.fine.fill_(True)
+        self.done.masked_fill_(self.fine, 0)
         torch._foreach_zero_([*self.told.values(), *self.slope])
+
+    def finish(self) -> None:
+        """End an outer step."""
+        self.taken.add_(self.fine)
 
     def inner(self, samples: list[Sample] | None) -> None:
         """One inner step."""

@@ -11,13 +11,13 @@ use may change between two steps, and is then compiled anew. Python that runs be
 
 Whether a number is not finite is decided on the device. From the first one on nothing moves any
 more, and at the end of the step the method itself goes on from there, and says what it was. A GPU
-is not waited for at the end of a step, but before the next one begins, so that it has no gaps. The
-method also goes on where something turns out not to be compilable: no run depends on the compiler.
+is asked only every few steps, so that it has no gaps; then the data are drawn again up to the step
+in question. The method also goes on where something turns out not to be compilable: no run depends
+on the compiler.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +33,7 @@ from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
 from bilevel.errors import CompileWarning
 from bilevel.methods import Info, Method, State
 from bilevel.methods.f2sa import F2SA, F2SAState
+from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
@@ -43,6 +44,9 @@ OLDEST_TORCH = (2, 11)  # earlier ones do not trace torch.autograd.grad
 SMALL = 1 << 18
 """Inner steps that read fewer numbers than this run on one thread: a second costs more than it
 brings."""
+
+MOST_BEGUN = 16
+"""So many steps may be under way on a GPU before it is waited for."""
 
 Samples: TypeAlias = list[Sample] | None
 """For each point its sample; None: compiled code finds them itself."""
@@ -77,16 +81,18 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
 def may_be_late(state: F2SAState) -> bool:
     """Whether a step may return before it is done.
 
-    What an optimizer does to x cannot be taken back, so the direction has to be sound before.
+    What an optimizer does to x cannot be taken back, so the direction has to be sound before; and
+    rates that are found on the way depend on where the step led.
     """
-    return state.x.device.type == "cuda" and state.x_update.plain
+    return state.x.device.type == "cuda" and state.x_update.plain and type(state.pace) is Pace
 
 
 class _Begun(NamedTuple):
-    """A step that may not be done yet: where it began, and whether it is reported."""
+    """A step that may not be done yet: where it began, its rates, and whether it is reported."""
 
     k: int
     multiplier: float
+    now: Now
     measure: bool
 
 
@@ -131,7 +137,6 @@ class Program:
             and feed.size + sum(leaf.numel() for leaf in leaves) < SMALL
         )
         self._works = True
-        self._now = Now(math.nan, math.nan, math.nan, math.nan)
         self._dialled: tuple[float, ...] = ()
         self._given: list[list[Sample]] = []
         self._place: dict[str, Any] | None = None
@@ -141,8 +146,9 @@ class Program:
         self._planned = self._sweep is not None or (
             feed is not None and (self._one_part or method.single_pass)
         )
-        self._late = may_be_late(state)
-        self._begun: _Begun | None = None
+        self._most_begun = MOST_BEGUN if self._planned and may_be_late(state) else 1
+        self._begun: list[_Begun] = []
+        self._start: dict[str, Any] = {}
 
     @property
     def compilations(self) -> int:
@@ -153,19 +159,24 @@ class Program:
     def step(self, *, measure: bool = True) -> Info:
         """One outer step, in place, as ``method.step``.
 
-        On a GPU it may return while the step is being computed, see :meth:`settle`.
+        On a GPU it may return before the step is computed, see :meth:`settle`.
         """
         plan = None
         if self._works and self._planned:
             try:
-                plan = self._plan(measure)  # while a device is still at the step before
+                plan = self._plan(measure)
             except NotCompiledError as error:
                 self._give_up(error)
-        self.settle()
+        if len(self._begun) >= self._most_begun or not self._works:
+            self.settle()
         if not self._works:
             return self._method.step(self._problem, self._state, self._draw, measure=measure)
         state = self._state
-        now = self._now = state.pace.at(self._problem, state, self._draw)
+        now = state.pace.at(self._problem, state, self._draw)
+        if not self._begun:
+            self._pieces.trust()
+            self._start = self._draw.state_dict()
+        self._begun.append(_Begun(state.k, state.multiplier, now, measure))
         self._dial(now)
         self._given.clear()
         self._place = None
@@ -177,14 +188,12 @@ class Program:
                     self._run(plan, measure)
                 else:
                     self._go(self._phases(measure))
-            complete = self._late or bool(self._pieces.fine)
+            complete = self._most_begun > 1 or bool(self._pieces.fine)
         except NotCompiledError as error:
             self._give_up(error)
             complete = False
         if not complete:
-            return self._go_on(measure)
-        if self._late:
-            self._begun = _Begun(state.k, state.multiplier, measure)
+            return self._go_on(self._begun.pop())
         upper_lr = now.upper
         if not state.x_update.plain:
             state.x.set_grads([part.clone() for part in self._pieces.slope])
@@ -192,14 +201,23 @@ class Program:
             state.x_update.apply(upper_lr)
         info = self._info(now, upper_lr, measure)
         state.k, state.multiplier = state.k + 1, now.multiplier
+        if self._most_begun == 1:
+            self._begun.clear()
         return info
 
     def settle(self) -> None:
-        """Wait for the last step; where it met a number that is not finite, say so."""
-        begun, self._begun = self._begun, None
-        if begun is not None and not bool(self._pieces.fine):
-            self._state.k, self._state.multiplier = begun.k, begun.multiplier
-            self._go_on(begun.measure)
+        """Wait for the steps that were begun; where one met a number that is not finite, say so."""
+        begun, self._begun = self._begun, []
+        if not begun or bool(self._pieces.fine):
+            return
+        taken = int(self._pieces.taken)
+        broken = begun[taken]
+        self._state.k, self._state.multiplier = broken.k, broken.multiplier
+        assert self._feed is not None
+        self._draw.load_state_dict(self._start)
+        for _ in range(taken + 1):
+            self._feed.fill()
+        self._go_on(broken)
 
     def _dial(self, now: Now) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
@@ -207,7 +225,9 @@ class Program:
         lengths = [length for _, length in self._method.moves(self._state, now).lengths]
         numbers = (now.multiplier, upper_lr, *lengths)
         if numbers != self._dialled:
-            self._pieces.dials.copy_(torch.tensor(numbers, dtype=torch.float64))
+            on_gpu = self._state.x.device.type == "cuda"
+            told = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu)
+            self._pieces.dials.copy_(told, non_blocking=True)
             self._dialled = numbers
 
     def _plan(self, measure: bool) -> Phases:
@@ -247,6 +267,7 @@ class Program:
                 ready.run()
         for ready in last:
             ready.run()
+        self._pieces.finish()
 
     def _phases(self, measure: bool) -> Phases:
         return self._inner_steps(), self._direction(measure), self._last_step()
@@ -306,7 +327,7 @@ class Program:
         self._works = False
         _warn(str(error), 5)
 
-    def _go_on(self, measure: bool) -> Info:
+    def _go_on(self, begun: _Begun) -> Info:
         """The rest of a step in which something was not finite or could not be compiled."""
         done = int(self._pieces.done)
         before = self._given[done:]
@@ -316,7 +337,12 @@ class Program:
         if self._place is not None:
             self._draw.load_state_dict(self._place)
         return self._method.step_after(
-            done, self._now, self._problem, self._state, Drawn(self._draw, before), measure=measure
+            done,
+            begun.now,
+            self._problem,
+            self._state,
+            Drawn(self._draw, before),
+            measure=begun.measure,
         )
 
     def _info(self, now: Now, upper_lr: float, measure: bool) -> Info:

@@ -165,7 +165,8 @@ def _compile(kernels: list[Any], graph: torch.fx.GraphModule, inputs: Any, **opt
         # compiled code draws other numbers, and not the same ones for copies that share samples
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise NotCompiledError(f"the objectives draw random numbers ({node.target})")
-    merge_products(graph)
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
+    merge_products(graph, wasteful=on_gpu)
     compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)

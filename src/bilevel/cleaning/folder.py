@@ -1,0 +1,86 @@
+"""A folder of results that is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bilevel.cleaning.samples import printable
+from bilevel.errors import OutputError
+
+
+def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
+    """Refuse a folder that results cannot go to; to be asked before the work is done.
+
+    Args:
+        folder: where they are to go.
+        overwrite: whether it may hold something already.
+        inputs: folders that are read, of which it may be no part.
+    """
+    name = printable(folder)
+    for given in inputs:
+        if os.path.isdir(given) and folder.resolve().is_relative_to(given.resolve()):
+            raise OutputError(f"--out {name} lies in {printable(given)}, which holds samples")
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"--out {name} is a file, not a folder")
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise OutputError(
+            f"--out {name} is not empty; name another folder, or replace the results in it by "
+            f"--overwrite"
+        )
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(f"--out {name} cannot be made: {printable(there)} cannot be written to")
+
+
+@contextmanager
+def written(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside ``folder``, which becomes it in the end.
+
+    If what is done within fails, nothing is left of it. Where ``folder`` holds files already, only
+    those of the same names are replaced.
+    """
+    check(folder, overwrite)
+    folder = folder.absolute()
+    made = _make_parents(folder)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield part
+        part.chmod(0o777 & ~_umask())
+        for file in part.iterdir():
+            file.chmod(0o666 & ~_umask())
+        if folder.is_dir() and any(folder.iterdir()):
+            for file in sorted(part.iterdir()):
+                file.replace(folder / file.name)
+        else:
+            if folder.is_dir():
+                folder.rmdir()
+            part.replace(folder)
+            made.clear()
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        for parent in made:
+            parent.rmdir()
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make the folders that ``folder`` is to lie in; those that were made, innermost first."""
+    made: list[Path] = []
+    for parent in folder.parents:
+        if parent.exists():
+            break
+        made.append(parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,236 @@
+"""Samples as people keep them: a table, arrays, or a folder of images."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from bilevel.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from PIL import Image
+
+Array: TypeAlias = npt.NDArray[Any]
+Labels: TypeAlias = npt.NDArray[np.str_]
+
+_GREY = ("1", "L")  # modes of Pillow's
+
+
+class Samples(ABC):
+    """Things that have a label each.
+
+    Attributes:
+        name: what they are called in messages and in the report.
+        labels: as text, or None where they were not asked for.
+        ids: by which people know them; None: by their numbers, from 0.
+    """
+
+    noun = "row"
+
+    def __init__(self, name: str, labels: Labels | None, ids: Sequence[str] | None) -> None:
+        self.name = name
+        self.labels = labels
+        self.ids = ids
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What kind of samples these are, in a few words."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the values that can be shown."""
+        return []
+
+    def values(self, column: str, rows: Array) -> list[str]:
+        """These values of some rows, as text."""
+        raise KeyError(column)
+
+    def image(self, row: int) -> Image.Image | None:
+        """What the sample looks like, if it looks like anything."""
+        return None
+
+    def counted(self, count: int | None = None) -> str:
+        """``4,000 rows``: so many of these, or how many there are."""
+        count = len(self) if count is None else count
+        return f"{count:,} {self.noun}{'' if count == 1 else 's'}"
+
+
+class TableSamples(Samples):
+    """Rows of a table.
+
+    Args:
+        frame: columns of finite or missing numbers, or of text.
+    """
+
+    def __init__(
+        self, name: str, frame: pd.DataFrame, labels: Labels | None, ids: Sequence[str] | None
+    ) -> None:
+        super().__init__(name, labels, ids)
+        self.frame = frame
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    @property
+    def description(self) -> str:
+        return f"a table with {len(self.frame.columns):,} columns"
+
+    @property
+    def columns(self) -> list[str]:
+        return [str(column) for column in self.frame.columns]
+
+    def values(self, column: str, rows: Array) -> list[str]:
+        return [
+            value if isinstance(value, str) else f"{value:.6g}"
+            for value in self.frame[column].to_numpy()[rows].tolist()
+        ]
+
+
+class ArraySamples(Samples):
+    """Rows of an array; those of shape (h, w), (h, w, 1) or (h, w, 3) look like images.
+
+    Args:
+        features: of shape (n, ...).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Array,
+        labels: Labels | None,
+        ids: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(name, labels, ids)
+        self.features = features
+        shape = features.shape[1:]
+        self._pictures = (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))) and all(
+            4 <= side <= 4096 for side in shape[:2]
+        )
+        if self._pictures:
+            self.noun = "image"
+            self._low, self._high = float(features.min()), float(features.max())
+            if self._low >= 0 and self._high <= 255 and features.dtype.kind in "iu":
+                self._low, self._high = 0.0, 255.0
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    @property
+    def description(self) -> str:
+        return f"an array of shape {'x'.join(map(str, self.features.shape))}"
+
+    @property
+    def columns(self) -> list[str]:
+        width = 0 if self._pictures else self.features[:1].size
+        return [f"x{i}" for i in range(width)]
+
+    def values(self, column: str, rows: Array) -> list[str]:
+        place = np.unravel_index(int(column[1:]), self.features.shape[1:])
+        return [f"{value:.6g}" for value in self.features[(rows, *place)].tolist()]
+
+    def image(self, row: int) -> Image.Image | None:
+        if not self._pictures:
+            return None
+        from PIL import Image
+
+        span = self._high - self._low or 1.0
+        pixels = ((self.features[row].astype(np.float64) - self._low) / span * 255).round()
+        pixels = pixels.astype(np.uint8)
+        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
+
+
+class ImageSamples(Samples):
+    """Files of images.
+
+    Args:
+        files: where they are; each is opened when it is looked at.
+    """
+
+    noun = "image"
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        labels: Labels | None,
+        ids: Sequence[str] | None,
+    ) -> None:
+        super().__init__(name, labels, ids)
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def description(self) -> str:
+        return "a folder of images"
+
+    def image(self, row: int) -> Image.Image:
+        return open_image(self.files[row])
+
+
+def open_image(path: Path) -> Image.Image:
+    """The image upright, in grey ("L") or in colour ("RGB"), on white where it is transparent."""
+    from PIL import Image, ImageOps
+
+    with _opened(path) as file:
+        image = ImageOps.exif_transpose(file)
+        image.load()
+    if image.mode.startswith(("I", "F")):
+        return Image.fromarray(_eight_bits(np.asarray(image)))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        paper = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(paper, image).convert("RGB")
+    return image.convert("L" if image.mode in _GREY else "RGB")
+
+
+def glance(path: Path) -> tuple[tuple[int, int], bool]:
+    """The size of an image and whether it is grey, from the beginning of its file."""
+    with _opened(path) as image:
+        grey = image.mode.startswith(("I", "F")) or image.mode in _GREY
+        return image.size, grey and not image.has_transparency_data
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damage that can be read past
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                yield image
+    except (
+        *(OSError, SyntaxError, ValueError, EOFError, IndexError),  # all that decoders raise
+        *(TypeError, KeyError, OverflowError, NotImplementedError, struct.error, zlib.error),
+        *(Image.DecompressionBombError, Image.DecompressionBombWarning),
+    ) as error:
+        raise InputError(f"{printable(path)} cannot be read as an image: {error}") from error
+
+
+def _eight_bits(pixels: Array) -> npt.NDArray[np.uint8]:
+    """Sixteen bits, or floats in [0, 1], as eight bits."""
+    whole = pixels.dtype.kind in "iu"
+    scale = 1 / 257 if whole and pixels.max(initial=0) > 255 else 1 if whole else 255
+    return np.clip(np.nan_to_num(pixels) * scale, 0, 255).astype(np.uint8)
+
+
+def printable(path: Path | str) -> str:
+    """A path as text that can be written anywhere, whatever bytes its name has."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,0 +1,157 @@
+"""The model that did not learn the wrong labels, in two files and back.
+
+``model.safetensors`` has the numbers: ``weight`` (features, classes), ``bias``, the ``mean`` and
+``scale`` of the features, and the ``idf.0``, ... of columns of text. ``model.json`` has the rest:
+the classes, the columns and their kinds, categories and vocabulary. With z the features,
+
+    p = softmax(sharpness * (clip((z - mean) / scale) @ weight + bias))
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+import bilevel
+from bilevel.cleaning import encoding
+from bilevel.cleaning.encoding import Encoder
+from bilevel.cleaning.estimator import LabelCleaner
+from bilevel.cleaning.reading import from_frame, read
+from bilevel.cleaning.rows import WIDEST, Scaler
+from bilevel.cleaning.samples import Array, ArraySamples, Samples, printable
+from bilevel.errors import ArgumentError, InputError
+
+FORMAT = "bilevel label cleaner"
+VERSION = 1
+TENSORS, DESCRIPTION = "model.safetensors", "model.json"
+
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class CleanedModel:
+    """A softmax regression, and how samples become its features.
+
+    Attributes:
+        classes: the labels, in the order of the probabilities.
+        encoder: from samples to features.
+    """
+
+    classes: list[str]
+    encoder: Encoder
+    scaler: Scaler
+    weight: Tensor
+    bias: Tensor
+    sharpness: float
+
+    @classmethod
+    def of(cls, cleaner: LabelCleaner, encoder: Encoder) -> CleanedModel:
+        """That of a fitted cleaner with the default model."""
+        if cleaner.model is not None:
+            raise ArgumentError("only the default model can be saved; save a module of yours as it")
+        parts = cleaner._model
+        return cls(
+            classes=cleaner.classes_.tolist(),
+            encoder=encoder,
+            scaler=cleaner._scaler,
+            weight=parts["weight"].double(),
+            bias=parts["bias"].double(),
+            sharpness=cleaner._sharpness,
+        )
+
+    def predict(self, samples: Any) -> Array:
+        """The most probable class of each sample.
+
+        Args:
+            samples: a file or a folder of the kind that the model was trained on (labels are not
+                looked at), a DataFrame, or an array.
+        """
+        labels: Array = np.array(self.classes)[self._logits(samples).argmax(1).numpy()]
+        return labels
+
+    def predict_proba(self, samples: Any) -> Array:
+        """The probability of each class, in the order of ``classes``."""
+        probabilities: Array = (self.sharpness * self._logits(samples)).softmax(1).numpy()
+        return probabilities
+
+    def _logits(self, samples: Any) -> Tensor:
+        features = self.encoder.encode(self._samples(samples))
+        rows = self.scaler.rows(features, np.float64)
+        places = torch.split(torch.arange(len(rows)), _CHUNK)
+        return torch.cat([rows.take(some) @ self.weight + self.bias for some in places])
+
+    def _samples(self, given: Any) -> Samples:
+        if isinstance(given, Samples):
+            return given
+        if isinstance(given, str | Path):
+            return read(Path(given), label=None, labelled=False, text=self.encoder.text)
+        if isinstance(given, pd.DataFrame):
+            return from_frame(given, "the frame")
+        if isinstance(given, np.ndarray):
+            return ArraySamples("the array", given, None)
+        raise ArgumentError(
+            f"samples must be a path, a DataFrame or an array, not {type(given).__name__}"
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write both files."""
+        tensors = {
+            "weight": self.weight.float().numpy(),
+            "bias": self.bias.float().numpy(),
+            **self.scaler.state(),
+            **self.encoder.tensors(),
+        }
+        # safetensors writes memory as it lies
+        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / TENSORS)
+        description = {
+            "format": FORMAT,
+            "version": VERSION,
+            "bilevel": bilevel.__version__,
+            "classes": self.classes,
+            "features": self.encoder.describe(),
+            "scaling": {"standardize": "mean" in tensors, "clip": WIDEST},
+            "sharpness": self.sharpness,
+        }
+        text = json.dumps(description, indent=1, ensure_ascii=False)
+        (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+
+def load_model(folder: str | Path) -> CleanedModel:
+    """The model that ``bilevel clean`` wrote to a folder.
+
+    Raises:
+        InputError: it is not there, or not such a model.
+    """
+    folder = Path(folder)
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        tensors = load_file(folder / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(f"{printable(folder)} has no model that can be read: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise InputError(f"{printable(folder / DESCRIPTION)} does not describe a label cleaner")
+    if description["version"] != VERSION:
+        raise InputError(
+            f"{printable(folder / DESCRIPTION)} is of version {description['version']!r}, and only "
+            f"version {VERSION} is known; it was written by bilevel {description['bilevel']}"
+        )
+    try:
+        return CleanedModel(
+            classes=description["classes"],
+            encoder=encoding.restored(description["features"], tensors),
+            scaler=Scaler.restored(tensors),
+            weight=torch.from_numpy(tensors["weight"]).double(),
+            bias=torch.from_numpy(tensors["bias"]).double(),
+            sharpness=float(description["sharpness"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise InputError(f"the model in {printable(folder)} lacks {error}") from error

@@ -1,0 +1,342 @@
+"""What cannot be cleaned is refused: with a message that says why, and nothing written."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from bilevel.cli import app
+from tests.cleaning.files import Animals
+
+runner = CliRunner()
+Paths = dict[str, Path]
+
+
+class Case(NamedTuple):
+    """A change to good files, and what the message has to say."""
+
+    write: Callable[[Animals, Path], Paths]
+    spoil: Callable[[Paths], Any]
+    message: str
+    options: tuple[str, ...] = ("--label", "label")
+
+
+def edit(name: str, change: Callable[[pd.DataFrame], Any]) -> Callable[[Paths], None]:
+    def spoil(paths: Paths) -> None:
+        change(pd.read_csv(paths[name], keep_default_na=False)).to_csv(paths[name], index=False)
+
+    return spoil
+
+
+def put(name: str, column: str, row: int, value: Any) -> Callable[[Paths], None]:
+    def change(frame: pd.DataFrame) -> pd.DataFrame:
+        frame[column] = frame[column].astype(object)
+        frame.loc[row, column] = value
+        return frame
+
+    return edit(name, change)
+
+
+def text(name: str, change: Callable[[str], str]) -> Callable[[Paths], Any]:
+    return lambda paths: paths[name].write_text(change(paths[name].read_text()))
+
+
+def content(name: str, data: bytes) -> Callable[[Paths], Any]:
+    return lambda paths: paths[name].write_bytes(data)
+
+
+def arrays(name: str, **changes: Any) -> Callable[[Paths], None]:
+    def spoil(paths: Paths) -> None:
+        with np.load(paths[name]) as file:
+            found = dict(file)
+        for key, change in changes.items():
+            found[key] = change(found[key])
+        np.savez(paths[name], **{k: v for k, v in found.items() if v is not None})
+
+    return spoil
+
+
+def at(row: int, value: float) -> Callable[[Any], Any]:
+    def change(X: Any) -> Any:
+        X = X.copy()
+        X[row, 1] = value
+        return X
+
+    return change
+
+
+def empty_folders(paths: Paths) -> None:
+    for file in paths["train"].rglob("*.png"):
+        file.unlink()
+
+
+def one_array(paths: Paths) -> None:
+    np.save(paths["train"].with_suffix(".npy"), np.zeros(3))
+    paths["train"].with_suffix(".npy").replace(paths["train"])
+
+
+def something_there(paths: Paths) -> None:
+    out = paths["train"].parent / "out"
+    out.mkdir()
+    (out / "mine.txt").touch()
+
+
+class Bomb:
+    """Would leave a trace if it were unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("unpickled"),)
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+CSV, NPZ, IMAGES = Animals.write_csv, Animals.write_npz, Animals.write_images
+HTML = "<img src=x onerror=alert(1)>"
+
+CASES: dict[str, Case] = {
+    # columns
+    "label column missing": Case(
+        CSV, lambda p: 0, "no column 'kind' (--label)", ("--label", "kind")
+    ),
+    "label not named": Case(CSV, lambda p: 0, "Name it by --label", ()),
+    "id column missing": Case(
+        CSV, lambda p: 0, "no column 'key' (--id)", ("--label", "label", "--id", "key")
+    ),
+    "feature missing in trusted": Case(
+        CSV, edit("trusted", lambda f: f.drop(columns="size")), "trusted.csv has no column 'size'"
+    ),
+    "duplicate columns": Case(
+        CSV,
+        text("train", lambda t: t.replace("weight", "size", 1)),
+        "more than one column named 'size'",
+    ),
+    "no features": Case(CSV, edit("train", lambda f: f[["label"]]), "no column beside"),
+    # labels
+    "trusted label unknown": Case(
+        CSV, put("trusted", "label", 2, "dog"), "trusted.csv has the label 'dog', which train.csv"
+    ),
+    "label without a trusted row": Case(
+        CSV, put("train", "label", 2, "dog"), "train.csv has the label 'dog', which trusted.csv has"
+    ),
+    "HTML as a label": Case(CSV, put("train", "label", 2, HTML), f"has the label '{HTML}'"),
+    "markup as a label": Case(CSV, put("train", "label", 2, "[/red]"), "the label '[/red]'"),
+    "one class": Case(
+        CSV, edit("train", lambda f: f[f["label"] == "ant"]), "one class only, 'ant'"
+    ),
+    "no label": Case(
+        CSV, put("train", "label", 7, ""), "no label in 1 rows of 'label', first in row 7"
+    ),
+    "a quantity as a label": Case(
+        NPZ, arrays("train", y=lambda y: np.linspace(0.5, 1, len(y))), "a label is a class", ()
+    ),
+    "an infinite label": Case(
+        Animals.write_parquet,
+        lambda p: pd.read_parquet(p["train"]).assign(label=np.inf).to_parquet(p["train"]),
+        "a label is a class",
+    ),
+    # rows
+    "no rows": Case(CSV, edit("train", lambda f: f[:0]), "train.csv has no rows"),
+    "no trusted rows": Case(CSV, edit("trusted", lambda f: f[:0]), "trusted.csv has no rows"),
+    "fewer trusted rows than classes": Case(
+        CSV, edit("trusted", lambda f: f[:2]), "has 2 rows, fewer than the 3 classes"
+    ),
+    # numbers
+    "NaN": Case(CSV, put("train", "size", 5, "nan"), "'size' has a missing value (NaN) in row 5"),
+    "empty": Case(CSV, put("train", "size", 5, ""), "'size' has a missing value (NaN) in row 5"),
+    "null in trusted": Case(
+        CSV, put("trusted", "size", 3, "NULL"), "trusted.csv: the column 'size'"
+    ),
+    "infinite": Case(CSV, put("train", "size", 5, "-inf"), "'size' has an infinite value in row 5"),
+    "too large": Case(CSV, put("train", "size", 5, "1e300"), "too large to work with"),
+    "text among numbers": Case(
+        CSV, put("train", "size", 5, "big"), "'size' has the text 'big' in row 5"
+    ),
+    "text for numbers in trusted": Case(
+        CSV, edit("trusted", lambda f: f.assign(size="big")), "has the text 'big' in row 0"
+    ),
+    "NaN in an array": Case(NPZ, arrays("train", X=at(5, np.nan)), "(NaN) in row 5, feature 1", ()),
+    "infinite in a trusted array": Case(
+        NPZ, arrays("trusted", X=at(5, np.inf)), "trusted.npz: X has an infinite value", ()
+    ),
+    "text in an array": Case(NPZ, arrays("train", X=lambda X: X.astype(str)), "array of <U", ()),
+    "dates": Case(
+        Animals.write_parquet,
+        lambda p: (
+            pd.read_parquet(p["train"])
+            .assign(day=pd.Timestamp("2024-01-01"))
+            .to_parquet(p["train"])
+        ),
+        "'day' holds 'Timestamp', neither numbers nor text",
+    ),
+    # arrays
+    "no X": Case(NPZ, arrays("train", X=lambda X: None), "has no array 'X'; it has 'y'", ()),
+    "no y": Case(NPZ, arrays("train", y=lambda y: None), "has no array 'y'; it has 'X'", ()),
+    "y too short": Case(NPZ, arrays("train", y=lambda y: y[1:]), "y is of shape (239,)", ()),
+    "other width": Case(
+        NPZ, arrays("trusted", X=lambda X: X[:, :2]), "of shape (2,), where (4,)", ()
+    ),
+    "objects": Case(NPZ, arrays("train", y=lambda y: y.astype(object)), "never loaded", ()),
+    # images
+    "image unreadable": Case(
+        IMAGES,
+        lambda p: (p["train"] / "bee" / "bad.png").write_bytes(PNG),
+        "train/bee/bad.png cannot be read as an image",
+        (),
+    ),
+    "image cut off": Case(
+        IMAGES,
+        lambda p: [f.write_bytes(f.read_bytes()[:-30]) for f in (p["trusted"] / "cat").iterdir()],
+        "cannot be read as an image",
+        (),
+    ),
+    "HTML as the name of a bad image": Case(
+        IMAGES,
+        lambda p: (p["train"] / "bee" / "<b onerror=alert(1)>.png").write_bytes(b"no"),
+        "<b onerror=alert(1)>.png cannot be read",
+        (),
+    ),
+    "images without a class": Case(
+        IMAGES,
+        lambda p: Image.new("L", (8, 8)).save(p["train"] / "loose.png"),
+        "1 images in no folder of a class, such as 'loose.png'",
+        (),
+    ),
+    "no images": Case(IMAGES, empty_folders, "has no images in it", ()),
+    "label of a folder": Case(IMAGES, lambda p: 0, "leave out --label"),
+    # files that are not what their names say
+    "PNG named csv": Case(CSV, content("train", PNG), "is not text: it is a PNG image"),
+    "pickle named csv": Case(CSV, content("trusted", pickle.dumps([1])), "it is a Python pickle"),
+    "Latin-1": Case(
+        CSV,
+        lambda p: p["train"].write_bytes(p["train"].read_bytes().replace(b"ant", b"\xe4nt")),
+        "not text in UTF-8",
+    ),
+    "empty file": Case(CSV, content("train", b""), "train.csv is empty"),
+    "CSV named parquet": Case(
+        Animals.write_parquet, content("train", b"size,label\n1,ant\n"), "Parquet file: it is text"
+    ),
+    "Parquet cut off": Case(
+        Animals.write_parquet,
+        lambda p: p["train"].write_bytes(p["train"].read_bytes()[:500]),
+        "cannot be read as Parquet",
+    ),
+    "pickle named npz": Case(
+        NPZ, content("train", pickle.dumps(Bomb())), "is not an NPZ file: it is a Python pickle", ()
+    ),
+    "array named npz": Case(
+        NPZ,
+        one_array,
+        "not an NPZ file: it is a NumPy array (NPY)",
+        (),
+    ),
+    "a table and a folder": Case(
+        lambda a, f: {**CSV(a, f), "trusted": IMAGES(a, f)["trusted"]},
+        lambda p: 0,
+        "is a folder",
+    ),
+    "an array and images": Case(
+        lambda a, f: {**NPZ(a, f), "trusted": IMAGES(a, f)["trusted"]},
+        lambda p: 0,
+        "trusted is a folder of images, where an array is expected",
+        (),
+    ),
+    "unknown ending": Case(
+        lambda a, f: {**CSV(a, f), "train": CSV(a, f)["train"].rename(f / "train.xlsx")},
+        lambda p: 0,
+        "ends in '.xlsx'",
+    ),
+    "no such file": Case(CSV, lambda p: p["train"].unlink(), "train.csv does not exist"),
+    "a name that is too long": Case(
+        lambda a, f: {**CSV(a, f), "train": f / f"{'x' * 300}.csv"},
+        lambda p: 0,
+        "cannot be read: File name too long",
+    ),
+    # CSV
+    "too many fields": Case(
+        CSV,
+        text("train", lambda t: t.replace("\n", "\n1,2,hill,walks,ant,more\n", 1)),
+        "cannot be read as CSV",
+    ),
+    "too few fields": Case(
+        CSV,
+        lambda p: p["train"].write_text(p["train"].read_text() + "1,2,hill\n"),
+        "no label in 1 rows of 'label', first in row 240",
+    ),
+    "a quote that does not end": Case(
+        CSV,
+        lambda p: p["train"].write_text(p["train"].read_text() + '1,2,hill,"walks,ant\n'),
+        "cannot be read as CSV",
+    ),
+    "semicolons": Case(
+        CSV, text("train", lambda t: t.replace(",", ";")), "separated by ';', not by ','"
+    ),
+    # where results go
+    "output not empty": Case(
+        CSV,
+        something_there,
+        "is not empty; name another folder, or replace the results in it by --overwrite",
+    ),
+    "output is a file": Case(
+        CSV, lambda p: (p["train"].parent / "out").touch(), "is a file, not a folder"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def animals() -> Animals:
+    return Animals()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(
+    animals: Animals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = CASES[name]
+    paths = case.write(animals, tmp_path)
+    case.spoil(paths)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    result = runner.invoke(
+        app,
+        [
+            *("clean", str(paths["train"]), "--trusted", str(paths["trusted"])),
+            *("--out", str(tmp_path / "out"), *case.options),
+        ],
+    )
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.output.startswith("error: ")
+    assert case.message in result.output
+    after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert after == before
+
+
+def test_results_do_not_go_among_the_samples(animals: Animals, tmp_path: Path) -> None:
+    paths = IMAGES(animals, tmp_path)
+    result = runner.invoke(
+        app,
+        [
+            *("clean", str(paths["train"]), "--trusted", str(paths["trusted"])),
+            *("--out", str(paths["train"] / "cleaned")),
+        ],
+    )
+    assert result.exit_code == 1
+    assert "which holds samples" in result.output
+
+
+@pytest.mark.parametrize(
+    "option", [("--threshold", "1.5"), ("--seed", "-1"), ("--colour", "red")], ids=lambda o: o[0]
+)
+def test_bad_options(tmp_path: Path, option: tuple[str, str]) -> None:
+    result = runner.invoke(
+        app, ["clean", "a.csv", "--trusted", "b.csv", "--out", str(tmp_path / "out"), *option]
+    )
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()

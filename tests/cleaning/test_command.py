@@ -1,0 +1,400 @@
+"""``bilevel clean``: from files to labels, model and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from bilevel.cleaning import load_model
+from bilevel.cleaning.encoding import Category, Number, TableEncoder, Text, fit
+from bilevel.cleaning.findings import clean, clean_files
+from bilevel.cleaning.folder import written
+from bilevel.cleaning.reading import from_frame, read
+from bilevel.cleaning.samples import open_image
+from bilevel.cleaning.saved import CleanedModel
+from bilevel.cli import app
+from bilevel.errors import ArgumentError, InputError
+from tests.cleaning.files import Animals
+
+runner = CliRunner()
+FILES = {"labels.csv", "model.json", "model.safetensors", "report.html"}
+
+
+def run(paths: dict[str, Path], out: Path, *options: str, code: int = 0) -> str:
+    result = runner.invoke(
+        app,
+        [
+            *("clean", str(paths["train"]), "--trusted", str(paths["trusted"])),
+            *("--out", str(out), *options),
+        ],
+    )
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def animals() -> Animals:
+    return Animals()
+
+
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "csv": (Animals.write_csv, ("--label", "label")),
+    "parquet": (Animals.write_parquet, ("--label", "label")),
+    "npz": (Animals.write_npz, ()),
+    "npz of pictures": (lambda a, f: a.write_npz(f, pictures=True), ()),
+    "images": (Animals.write_images, ()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> None:
+    write, options = KINDS[kind]
+    paths, out = write(animals, tmp_path), tmp_path / "new" / "cleaned"
+    output = run(paths, out, *options, "--json", str(tmp_path / "figures.json"))
+    assert {file.name for file in out.iterdir()} == FILES
+
+    table = pd.read_csv(out / "labels.csv", keep_default_na=False)
+    assert list(table.columns) == [
+        *("row", "id", "given_label", "weight", "label_quality", "verdict", "suggested_label")
+    ]
+    assert table["row"].tolist() == list(range(240))
+    order = np.arange(240)
+    if kind == "images":  # in the order of their names, by which they are known
+        order = np.array([int(Path(name).stem) for name in table["id"]])
+        assert table["id"][0] == "ant/" + Path(table["id"][0]).name
+    assert (table["given_label"] == animals.labels[order]).all()
+    suspect = (table["verdict"] == "suspect").to_numpy()
+    assert (suspect == animals.bad[order]).mean() > 0.9
+    assert ((table["label_quality"] < 0.5) == suspect).all()
+    assert table["weight"].between(0, 1).all()
+    right = np.array(["ant", "bee", "cat"])[animals.true[order]]
+    assert (table["suggested_label"] == right).mean() > 0.9
+    assert (table["suggested_label"] == table["given_label"])[~suspect].all()
+
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["suspect"] == suspect.sum() == np.sum(figures["confusions"])
+    lines = output.strip().splitlines()
+    assert len(lines) == 6  # five, and where the figures are
+    assert f"{suspect.sum()} labels look wrong" in lines[1]
+    assert str(out) in lines[4]
+    assert f"{suspect.sum()}</span> of 240 labels look wrong" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_model_predicts_as_the_fitted_one(
+    animals: Animals, tmp_path: Path, kind: str
+) -> None:
+    write, options = KINDS[kind]
+    paths = write(animals, tmp_path)
+    label = options[1] if options else None
+    found = clean_files(paths["train"], paths["trusted"], label=label)
+    found.write(tmp_path / "out")
+    model = load_model(tmp_path / "out")
+
+    fresh = read(paths["fresh"], label=label)
+    features = found.encoder.encode(fresh)
+    assert (model.predict(paths["fresh"]) == found.cleaner.predict(features)).all()
+    expected = found.cleaner.predict_proba(features)
+    np.testing.assert_array_equal(model.predict_proba(str(paths["fresh"])), expected)
+    assert model.classes == found.cleaner.classes_.tolist()
+    assert (model.predict(paths["fresh"]) == fresh.labels).mean() > 0.9
+
+
+def test_a_saved_model_takes_frames_and_arrays(animals: Animals, tmp_path: Path) -> None:
+    for write, options, data in (
+        (Animals.write_csv, ("--label", "label"), animals.frame[-40:]),
+        (Animals.write_npz, (), animals.numbers[-40:]),
+    ):
+        folder = tmp_path / write.__name__
+        folder.mkdir()
+        run(write(animals, folder), folder / "out", *options)
+        model = load_model(str(folder / "out"))
+        assert (model.predict(data) == animals.labels[-40:]).mean() > 0.9
+    with pytest.raises(ArgumentError, match="list"):
+        model.predict([1, 2])
+    with pytest.raises(InputError, match="where an array is expected"):
+        model.predict(animals.frame)
+
+
+def test_what_is_no_model_is_refused(animals: Animals, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no model that can be read"):
+        load_model(tmp_path)
+    run(animals.write_npz(tmp_path), tmp_path / "out")
+    description = json.loads((tmp_path / "out" / "model.json").read_text())
+    for change, message in (
+        ({"format": "other"}, "does not describe a label cleaner"),
+        ({"version": 9}, "of version 9"),
+        ({"classes": None, "sharpness": None}, "lacks"),
+    ):
+        (tmp_path / "out" / "model.json").write_text(json.dumps({**description, **change}))
+        with pytest.raises(InputError, match=message):
+            load_model(tmp_path / "out")
+    (tmp_path / "out" / "model.json").write_text(json.dumps(description))
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"\x80\x04.")
+    with pytest.raises(InputError, match="no model that can be read"):
+        load_model(tmp_path / "out")
+
+
+def test_columns_are_taken_for_what_they_look_like(animals: Animals) -> None:
+    samples = from_frame(animals.frame[:240], "animals", label="label")
+    encoder = fit(samples)
+    assert isinstance(encoder, TableEncoder)
+    kinds = {part.name: type(part) for part in encoder.parts}
+    assert kinds == {"size": Number, "weight": Number, "home": Category, "about": Text}
+    X = encoder.encode(samples)
+    np.testing.assert_allclose(X[:, [0]].toarray().ravel().std(), 1.0)
+    homes = X[:, 2:6].toarray()
+    assert (homes.sum(1) == 1).all()
+    assert encoder.parts[2].values == ["elsewhere", "hill", "hive", "house"]
+
+    # text by its definition: (1 + log count) idf, of unit length
+    text = encoder.parts[3]
+    words = animals.frame["about"][0].split()
+    counts = {w: words.count(w) for w in set(words) if len(w) > 1 and w in text.vocabulary}
+    row = np.zeros(len(text.vocabulary))
+    frequency = [sum(w in t.split() for t in animals.frame["about"][:240]) for w in text.vocabulary]
+    for word, count in counts.items():
+        i = text.vocabulary.index(word)
+        row[i] = (1 + np.log(count)) * (1 + np.log(241 / (1 + frequency[i])))
+    np.testing.assert_allclose(X[[0], 6:].toarray().ravel(), row / np.linalg.norm(row))
+
+
+def test_the_user_has_the_last_word_on_columns(animals: Animals, tmp_path: Path) -> None:
+    frame = animals.frame.assign(code=[f"{k:03}" for k in animals.true])
+    paths = {}
+    for name, part in animals.parts.items():
+        paths[name] = tmp_path / f"{name}.csv"
+        frame[part].to_csv(paths[name], index=False)
+    options = ("--label", "label", "--category", "code", "--ignore", "size", "--text", "home")
+    run(paths, tmp_path / "out", *options, "--ignore", "about")
+    columns = json.loads((tmp_path / "out" / "model.json").read_text())["features"]["columns"]
+    assert {column["name"]: column["kind"] for column in columns} == {
+        "weight": "number",
+        "home": "text",
+        "code": "category",
+    }
+    assert columns[-1]["values"] == ["000", "001", "002"]  # as written, not as numbers
+    output = run(paths, tmp_path / "no", *options, "--ignore", "colour", code=1)
+    assert "no column 'colour'" in output
+    output = run(paths, tmp_path / "no", *options, "--text", "code", code=1)
+    assert "named twice" in output
+
+
+def test_an_unknown_category_is_none_of_the_known_ones() -> None:
+    column = Category.fitted("home", np.array(["hill", "hive"], dtype=object))
+    new = np.array(["hive", "moon"], dtype=object)
+    assert column.encode(new, "").toarray().tolist() == [[0, 1], [0, 0]]
+
+
+def test_a_column_of_names_that_occur_once_is_left_out(animals: Animals) -> None:
+    frame = animals.frame.assign(name=[f"n{i}" for i in range(len(animals.frame))], nothing="")
+    encoder = fit(from_frame(frame, "animals", label="label"))
+    assert "name" not in encoder.describe()["columns"]
+    assert [notice.split("'")[1] for notice in encoder.notices] == ["name", "nothing"]
+
+
+def test_csv_as_people_write_it(animals: Animals, tmp_path: Path) -> None:
+    """A byte order mark, quotes, commas and line ends within values, and the index of a table."""
+    frame = animals.frame.copy()
+    frame["label"] = frame["label"].map({"ant": 'the "ant", red', "bee": "bee\nline", "cat": "NA"})
+    frame["about"] += ',\n"quoted"'
+    paths = {}
+    for name, part in animals.parts.items():
+        paths[name] = tmp_path / f"{name}.csv"
+        frame[part].to_csv(paths[name], encoding="utf-8-sig", index=True)
+    run(paths, tmp_path / "out", "--label", "label")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv", keep_default_na=False, dtype=str)
+    assert table["given_label"].tolist() == frame["label"][:240].tolist()
+    assert table["id"].tolist() == [str(i) for i in range(240)]
+    columns = json.loads((tmp_path / "out" / "model.json").read_text())["features"]["columns"]
+    assert [c["name"] for c in columns] == ["size", "weight", "home", "about"]
+
+
+def test_ids_are_kept_as_they_are_written(animals: Animals, tmp_path: Path) -> None:
+    frame = animals.frame.assign(key=[f"{i:05}" for i in range(len(animals.frame))])
+    paths = {}
+    for name, part in animals.parts.items():
+        paths[name] = tmp_path / f"{name}.tsv"
+        frame[part].to_csv(paths[name], index=False, sep="\t")
+    run(paths, tmp_path / "out", "--label", "label", "--id", "key")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv", dtype=str)
+    assert table["id"].tolist() == frame["key"][:240].tolist()
+
+
+def test_truth_values_are_categories_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("flag,label\nTRUE,a\nFALSE,b\nTRUE,a\nFALSE,b\n")
+    samples = read(tmp_path / "t.csv", label="label")
+    assert samples.frame["flag"].tolist() == ["TRUE", "FALSE", "TRUE", "FALSE"]
+
+
+def test_labels_that_are_numbers_are_counted_as_people_do(animals: Animals) -> None:
+    names = np.array(["2", "10", "1"])[animals.true]
+    frame = animals.frame.assign(label=names)
+    train, trusted = (
+        from_frame(frame[animals.parts[name]], name, label="label") for name in ("train", "trusted")
+    )
+    assert clean(train, trusted).classes == ["1", "2", "10"]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.float32, bool, "S3"])
+def test_labels_of_any_kind_are_text(animals: Animals, tmp_path: Path, kind: Any) -> None:
+    wanted = {bool: ["True", "False"], "S3": ["7", "12"]}.get(kind, ["1", "0"])
+    values = np.array([7, 12]).astype(kind) if kind == "S3" else np.array([1, 0]).astype(kind)
+    np.savez(tmp_path / "x.npz", X=animals.numbers, y=values[(animals.true == 1).astype(int)])
+    labels = read(tmp_path / "x.npz", label=None).labels
+    assert labels is not None
+    assert labels.tolist() == [wanted[int(k == 1)] for k in animals.true]
+
+
+def test_threshold_and_seed(animals: Animals, tmp_path: Path) -> None:
+    paths = animals.write_npz(tmp_path)
+    found = {}
+    for name, options in {
+        "none": ("--threshold", "0"),
+        "all": ("--threshold", "1"),
+        "one": ("--seed", "3"),
+        "same": ("--seed", "3"),
+        "other": ("--seed", "4"),
+    }.items():
+        run(paths, tmp_path / name, *options)
+        found[name] = pd.read_csv(tmp_path / name / "labels.csv")
+    assert (found["none"]["verdict"] == "ok").all()
+    assert ((found["all"]["verdict"] == "suspect") == (found["all"]["label_quality"] < 1)).all()
+    pd.testing.assert_frame_equal(found["one"], found["same"])
+    assert not found["one"]["weight"].equals(found["other"]["weight"])
+    for name in FILES - {"report.html"}:  # the report has the seconds
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
+def test_overwriting_replaces_what_the_command_writes_and_nothing_else(
+    animals: Animals, tmp_path: Path
+) -> None:
+    paths, out = animals.write_npz(tmp_path), tmp_path / "out"
+    run(paths, out)
+    (out / "mine.txt").write_text("mine")
+    (out / "labels.csv").write_text("old")
+    output = run(paths, out, code=1)
+    assert "--overwrite" in output
+    assert (out / "labels.csv").read_text() == "old"
+    run(paths, out, "--overwrite")
+    assert (out / "labels.csv").read_text().startswith("row,id,")
+    assert (out / "mine.txt").read_text() == "mine"
+    assert {file.name for file in out.iterdir()} == FILES | {"mine.txt"}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_fails_in_the_end_leaves_nothing(
+    animals: Animals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = animals.write_npz(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(model: Any, folder: Path) -> None:
+        (folder / "model.json").write_text("half of")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(CleanedModel, "save", fail)
+    output = run(paths, tmp_path / "deep" / "out", code=1)
+    assert "out cannot be written: the disk is full" in output
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "out").mkdir()
+    run(paths, tmp_path / "out", code=1)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_results_may_be_read_by_whom_the_system_lets_read(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    with written(tmp_path / "out", overwrite=False) as part:
+        (part / "file").write_text("")
+        (part / "file").chmod(0o600)
+    assert stat.S_IMODE((tmp_path / "out" / "file").stat().st_mode) == usual
+
+
+def test_images_of_all_kinds(tmp_path: Path) -> None:
+    grey = np.full((8, 8), 90, dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    Image.fromarray(np.dstack([grey, grey, grey, np.zeros_like(grey)])).save(tmp_path / "clear.png")
+    Image.fromarray(grey).convert("P").save(tmp_path / "palette.gif")
+    expected = {"grey.png": ("L", 90), "deep.png": ("L", 90), "clear.png": ("RGB", (255,) * 3)}
+    for name, (mode, pixel) in expected.items():
+        image = open_image(tmp_path / name)
+        assert (image.mode, image.getpixel((3, 3))) == (mode, pixel)
+    assert open_image(tmp_path / "palette.gif").mode == "RGB"
+
+
+def test_large_and_mixed_images_are_brought_to_one_size(animals: Animals, tmp_path: Path) -> None:
+    paths = animals.write_images(tmp_path)
+    some = next((paths["train"] / "ant").iterdir())
+    Image.open(some).resize((90, 60)).convert("RGB").save(some)
+    samples = read(paths["train"], label=None)
+    encoder = fit(samples)
+    assert encoder.encode(samples).shape == (240, 32 * 32 * 3)
+    assert "32 x 32" in encoder.notices[0]
+
+
+def test_names_of_images_may_be_anything(animals: Animals, tmp_path: Path) -> None:
+    """Markup, quotes, commas, line ends, and bytes that are no text."""
+    paths = animals.write_images(tmp_path)
+    strange = '<img src=x onerror=alert(1)>, "b"\n'
+    for part in paths.values():
+        (part / "bee").rename(part / strange)
+    some = sorted((paths["train"] / strange).iterdir())
+    some[0].rename(some[0].with_name("<script>.png"))
+    some[1].rename(os.fsdecode(os.fsencode(some[1].parent) + b"/\xff.png"))
+    run(paths, tmp_path / "out")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv")
+    assert set(table["given_label"]) == {"ant", strange, "cat"}
+    assert {f"{strange}/<script>.png", f"{strange}/\\xff.png"} < set(table["id"])
+    assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
+    model = load_model(tmp_path / "out")
+    assert strange in model.classes
+    assert set(model.predict(paths["fresh"])) <= set(model.classes)
+
+
+def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
+    for module in ("jinja2", "PIL"):
+        code = (
+            f"import sys; sys.modules[{module!r}] = None; from bilevel.__main__ import main;"
+            "sys.argv = ['bilevel', 'clean', 'a.csv', '--trusted', 'b.csv', '--out', 'c'];main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 1
+        assert "bilevel[clean]" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_pyarrow_parquet_names_its_extra(
+    animals: Animals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = animals.write_parquet(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "bilevel[parquet]" in run(paths, tmp_path / "out", "--label", "label", code=1)
+
+
+def test_the_model_is_described_in_full(animals: Animals, tmp_path: Path) -> None:
+    """Enough to apply it with NumPy alone."""
+    run(animals.write_npz(tmp_path), tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "model.json").read_text())
+    parts = load_file(tmp_path / "out" / "model.safetensors")
+    X = animals.numbers[-40:]
+    clip = about["scaling"]["clip"]
+    z = np.clip((X - parts["mean"]) / parts["scale"], -clip, clip)
+    logits = about["sharpness"] * (z @ parts["weight"].astype(float) + parts["bias"])
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(p, load_model(tmp_path / "out").predict_proba(X), rtol=1e-9)
