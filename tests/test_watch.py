@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import bilevel
+from bilevel import problem as problems
 from bilevel.errors import NonFiniteError
 from bilevel.methods import f2sa
 from bilevel.methods.updates import Update
@@ -41,7 +42,7 @@ class Late(Watch):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
-    monkeypatch.setattr(f2sa, "Watch", Late)
+    monkeypatch.setattr(problems, "Watch", Late)
     monkeypatch.setattr(Late, "reads", 0)
     return Late
 
@@ -78,7 +79,7 @@ def test_a_good_run_is_the_same(method: Any, monkeypatch: pytest.MonkeyPatch) ->
         return x
 
     at_once = end()
-    monkeypatch.setattr(f2sa, "Watch", Late)
+    monkeypatch.setattr(problems, "Watch", Late)
     assert torch.equal(end(), at_once)
 
 
@@ -143,7 +144,7 @@ def test_a_good_run_that_nobody_waits_for_is_the_same(
         return state
 
     at_once = run()
-    monkeypatch.setattr(f2sa, "Watch", Late)
+    monkeypatch.setattr(problems, "Watch", Late)
     monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
     torch.testing.assert_close(run(), at_once, rtol=0, atol=0)
 

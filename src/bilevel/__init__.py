@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.many import Results, minimize_many
 from bilevel.methods import (
     AID,
     BOME,
@@ -55,6 +56,7 @@ __all__ = [
     "Outcome",
     "Problem",
     "Result",
+    "Results",
     "Solver",
     "Table",
     "check_hypergradient",
@@ -63,6 +65,7 @@ __all__ = [
     "errors",
     "hypergradient",
     "minimize",
+    "minimize_many",
     "problems",
     "schedules",
     "sets",

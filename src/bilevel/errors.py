@@ -141,3 +141,7 @@ class ImpracticalDesignWarning(BilevelWarning):
 
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
+
+
+class UnbatchedWarning(BilevelWarning):
+    """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""

@@ -146,7 +146,7 @@ def minimize(
     )
     recorder = _Recorder(solver, steps, record_every)
     selector = SELECTORS[select](solver, seed)
-    meter = _meter(steps) if progress else None
+    meter = meter_of(steps) if progress else None
     outcome = Outcome.COMPLETED
     start = time.perf_counter()
 
@@ -301,7 +301,8 @@ class _Best(_Kept):
 SELECTORS: dict[str, type[_Last]] = {"last": _Last, "best": _Best, "random": _Random}
 
 
-def _meter(steps: int) -> Any:
+def meter_of(steps: int) -> Any:
+    """A bar for that many steps."""
     try:
         from bilevel.progress import Meter
     except ImportError:

@@ -18,10 +18,10 @@ Nothing is ever differentiated twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,6 +95,33 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
+    def values(
+        self, x: Variable, terms: Sequence[Term], rewind: Callable[[], None] | None
+    ) -> Iterable[Tensor]:
+        """The objectives at several points, each evaluated when it is asked for.
+
+        With ``rewind`` all of them draw the same at random.
+        """
+        for number, term in enumerate(terms):
+            if number and rewind is not None:
+                rewind()
+            objective = self.f if term.level == "upper" else self.g
+            yield objective(x, term.y, term.batch)
+
+    def combine(
+        self,
+        upper: Tensor | None,
+        lower: Tensor | None,
+        terms: dict[str, Tensor],
+        leaves: list[Tensor],
+    ) -> Phi:
+        """Phi, of what :meth:`values` gave."""
+        return Phi(upper, lower, terms, leaves)
+
+    def watch(self, step: int, device: torch.device, before: Watch | None = None) -> Watch:
+        """What looks after the numbers of one outer step; ``before``: that of the step before."""
+        return Watch(step, at_once=device.type == "cpu", before=before)
+
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
         return projections(x, "x_set", self.x_set)
@@ -124,6 +151,30 @@ class Problem:
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
                     )
+
+
+class Term(NamedTuple):
+    """One term of Phi.
+
+    Attributes:
+        level: "upper" for f, "lower" for g.
+        y: where it is evaluated.
+        batch: on what.
+        share: of the batch in a larger one.
+        weight: u_i or w_i.
+        last: whether the point has no further one.
+    """
+
+    level: Literal["upper", "lower"]
+    y: Variable
+    batch: Any
+    share: float = 1.0
+    weight: float = 1.0
+    last: bool = True
+
+    def name(self, x: Variable) -> str:
+        """What messages call it."""
+        return f"{self.level}({x.name}, {self.y.name})"
 
 
 @dataclass(frozen=True)
@@ -287,13 +338,13 @@ def evaluate(
     """
     upper = lower = None
     terms: dict[str, Tensor] = {}
-    for term in _terms(problem, stencil, x, points, samples, rewind):
-        terms[term.name] = term.value
-        if term.u:
-            upper = _added(upper, term.u, term.value)
+    for term, value in _terms(problem, stencil, x, points, samples, rewind):
+        terms[term.name(x)] = value
+        if term.level == "upper":
+            upper = _added(upper, term.weight, value)
         else:
-            lower = _added(lower, term.w, term.value)
-    return Phi(upper, lower, terms, _leaves(x, points))
+            lower = _added(lower, term.weight, value)
+    return problem.combine(upper, lower, terms, _leaves(x, points))
 
 
 def accumulate(
@@ -319,16 +370,17 @@ def accumulate(
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
     kept: list[Tensor | None] | None = None
-    for term in _terms(problem, stencil, x, points, samples, None):
-        watch.scalar(term.value, {term.name: term.value})
-        terms[term.name] = term.value.detach()
+    for term, value in _terms(problem, stencil, x, points, samples, None):
+        watch.scalar(value, {term.name(x): value})
+        terms[term.name(x)] = value.detach()
         scaled = None
-        if term.value.requires_grad:
-            scaled = term.u * term.value if term.u else multiplier * term.w * term.value
+        if value.requires_grad:
+            weight = term.weight if term.level == "upper" else multiplier * term.weight
+            scaled = weight * value
             scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
-        point, last = term.y, term.last
-        del term, scaled  # the last that holds on to the activations
-        if not last:
+        del value, scaled  # the last that holds on to the activations
+        point = term.y
+        if not term.last:
             # aside, not on the leaves: there every gradient of the next term is added by itself
             kept = _kept(point, kept_as)
         else:
@@ -366,20 +418,6 @@ def _add(point: Variable, kept: list[Tensor | None] | None) -> None:
         torch._foreach_add_(*both)
 
 
-class _Term(NamedTuple):
-    """A term of Phi: its name, its weight as f and as g (one of them 0), where, and its value.
-
-    ``last``: the point has no further one.
-    """
-
-    name: str
-    u: float
-    w: float
-    y: Variable
-    last: bool
-    value: Tensor
-
-
 def _terms(
     problem: Problem,
     stencil: Stencil,
@@ -387,30 +425,23 @@ def _terms(
     points: Sequence[Variable],
     samples: Sequence[Sample],
     rewind: Callable[[], None] | None,
-) -> Iterator[_Term]:
-    """Each term of Phi, point by point."""
+) -> Iterator[tuple[Term, Tensor]]:
+    """Each term of Phi, point by point, and its value, weighted by the share of its sample."""
     if rewind is None:
         rewind = Rewind(x.device)
     else:
         rewind()
-    shared = all(sample is samples[0] for sample in samples)
-    first = True
+    terms = []
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
         if u and sample.upper_share:
-            if shared and not first:
-                rewind()
-            first = False
-            value = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
             last = not (w and sample.lower_share)
-            yield _Term(f"upper({x.name}, {y.name})", u, 0.0, y, last, value)
-            del value  # whoever is done with it may need the memory
+            terms.append(Term("upper", y, sample.upper, sample.upper_share, u, last))
         if w and sample.lower_share:
-            if shared and not first:
-                rewind()
-            first = False
-            value = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            yield _Term(f"lower({x.name}, {y.name})", 0.0, w, y, True, value)
-            del value
+            terms.append(Term("lower", y, sample.lower, sample.lower_share, w))
+    shared = all(sample is samples[0] for sample in samples)
+    values = iter(problem.values(x, terms, rewind if shared else None))
+    for term in terms:  # nothing here holds on to a value: whoever is done with it needs the memory
+        yield term, _scaled(term.share, next(values))
 
 
 def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:

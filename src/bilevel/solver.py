@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,85 @@ from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
 from bilevel.streams import DirectionSize, Draw, stream_of
 from bilevel.variables import Variable
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the batches of a run are drawn from, and how many samples are in them.
+
+    The arguments are described where a user meets them, in :class:`Solver`.
+    """
+
+    upper_data: Any = None
+    lower_data: Any = None
+    batch_size: int | None = None
+    direction_batch_size: DirectionSize = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+        if self.chunk_size is not None:
+            check_count("chunk_size", self.chunk_size)
+        if self.direction_batch_size is not None and self.direction_batch_size != "all":
+            check_count("direction_batch_size (unless it is 'all')", self.direction_batch_size)
+        for name in ("batch_size", "direction_batch_size", "chunk_size"):
+            size = getattr(self, name)
+            if size is not None and self.upper_data is None and self.lower_data is None:
+                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
+        if self.chunk_size is not None and self.direction_batch_size is None:
+            raise ArgumentError(
+                f"chunk_size={self.chunk_size!r} is for the parts of a larger batch behind the x "
+                f"direction; give direction_batch_size too"
+            )
+
+    def draw(
+        self, seed: int, place: torch.device | None, home: torch.device
+    ) -> tuple[Draw, PrivateRandomness]:
+        """The samples of the run with that seed, and what its objectives draw at random.
+
+        Batches go to ``place``, None: they stay where they are; x lies at ``home``.
+        """
+        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+        upper, lower = (
+            stream_of(
+                name,
+                getattr(self, name),
+                batch_size=self.batch_size,
+                direction_batch_size=self.direction_batch_size,
+                seed=stream_seed >> 1,
+                device=place,
+                home=home,
+            )
+            for name, stream_seed in zip(("upper_data", "lower_data"), seeds, strict=False)
+        )
+        if self.batch_size is not None and not (upper.sampled_here or lower.sampled_here):
+            own = [
+                f"{name} ({type(data).__name__})"
+                for name, data in (("upper_data", self.upper_data), ("lower_data", self.lower_data))
+                if data is not None
+            ]
+            raise ArgumentError(
+                f"batch_size={self.batch_size!r} is for data that is sampled here, but "
+                f"{' and '.join(own)} brings its own batches; leave batch_size out"
+            )
+        chunk = self.batch_size if self.chunk_size is None else self.chunk_size
+        draw = Draw(upper, lower, self.direction_batch_size, chunk)
+        return draw, PrivateRandomness(seeds[2] >> 1, home)
+
+
+def start_at(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variable, Variable]:
+    """The variables of a run, copied from where it starts."""
+    x = Variable.copy_of(x0, "x", place)
+    y = Variable.copy_of(y0, "y", place)
+    if x.device != y.device:
+        raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
+    for variable, name in ((x, "x0"), (y, "y0")):
+        for path, leaf in zip(variable.names, variable.leaves, strict=True):
+            if not bool(torch.isfinite(leaf).all()):
+                where = name + path.removeprefix(variable.name)
+                raise ArgumentError(f"{where} holds a number that is not finite")
+    return x, y
 
 
 class Solver:
@@ -73,74 +153,18 @@ class Solver:
     ) -> None:
         if not isinstance(problem, Problem):
             raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        if chunk_size is not None:
-            check_count("chunk_size", chunk_size)
-        if direction_batch_size is not None and direction_batch_size != "all":
-            check_count("direction_batch_size (unless it is 'all')", direction_batch_size)
-        for name, size in (
-            ("batch_size", batch_size),
-            ("direction_batch_size", direction_batch_size),
-            ("chunk_size", chunk_size),
-        ):
-            if size is not None and upper_data is None and lower_data is None:
-                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
-        if chunk_size is not None and direction_batch_size is None:
-            raise ArgumentError(
-                f"chunk_size={chunk_size!r} is for the parts of a larger batch behind the x "
-                f"direction; give direction_batch_size too"
-            )
+        sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
         check_count("seed", seed, least=0)
         if not isinstance(compile, bool):
             raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
         self.problem = problem
         self.method = method_of(method)
         place = None if device is None else torch.device(device)
-        x = Variable.copy_of(x0, "x", place)
-        y = Variable.copy_of(y0, "y", place)
-        if x.device != y.device:
-            raise ArgumentError(
-                f"x0 is on {x.device} and y0 on {y.device}; move one, or give device="
-            )
-        for variable, name in ((x, "x0"), (y, "y0")):
-            for path, leaf in zip(variable.names, variable.leaves, strict=True):
-                if not bool(torch.isfinite(leaf).all()):
-                    where = name + path.removeprefix(variable.name)
-                    raise ArgumentError(f"{where} holds a number that is not finite")
-        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
-        self._randomness = PrivateRandomness(seeds[2] >> 1, x.device)
-        upper, lower = (
-            stream_of(
-                name,
-                data,
-                batch_size=batch_size,
-                direction_batch_size=direction_batch_size,
-                seed=stream_seed >> 1,
-                device=place,
-                home=x.device,
-            )
-            for name, data, stream_seed in (
-                ("upper_data", upper_data, seeds[0]),
-                ("lower_data", lower_data, seeds[1]),
-            )
-        )
-        if batch_size is not None and not (upper.sampled_here or lower.sampled_here):
-            own = [
-                f"{name} ({type(data).__name__})"
-                for name, data in (("upper_data", upper_data), ("lower_data", lower_data))
-                if data is not None
-            ]
-            raise ArgumentError(
-                f"batch_size={batch_size!r} is for data that is sampled here, but "
-                f"{' and '.join(own)} brings its own batches; leave batch_size out"
-            )
-        self.draw = Draw(
-            upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
-        )
+        x, y = start_at(x0, y0, place)
+        self.draw, self._randomness = sampling.draw(seed, place, x.device)
         self.method.check(problem, self.draw, x)
         with self._randomness:
-            problem.check(x, y, upper.peek(), lower.peek())
+            problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
             self.state: State = self.method.init(problem, x, y)
         self._program = None
         if compile:

@@ -23,7 +23,7 @@ from bilevel.errors import NonFiniteError, StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, norm
+from bilevel.variables import Variable, buffers_kept
 from bilevel.watch import Watch
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Tally:
             upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,
-            direction_norm=norm(direction),
+            direction_norm=self._state.x.norm(direction),
         )
 
 

@@ -242,7 +242,7 @@ class F2SA(PaperMethod[F2SAState]):
         lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
         moves = self.moves(state, now)
         late = state.may_be_late
-        watch = Watch(state.k, at_once=x.device.type == "cpu", before=state.unread)
+        watch = problem.watch(state.k, x.device, before=state.unread)
 
         with held(x):
             for _ in range(done, self.inner_steps - self.single_pass):

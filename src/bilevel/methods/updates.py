@@ -181,7 +181,7 @@ class Update:
                     for values in entries(grads):
                         values.masked_fill_(bad, 0.0)
                 if self._optimizer is None:
-                    _step(self._variable.leaves, grads, -rate * gain)
+                    self._step(grads, -rate * gain)
                 else:
                     if gain != 1.0:
                         torch._foreach_mul_(entries(grads), gain)
@@ -189,6 +189,18 @@ class Update:
         self._variable.clear_grads()
         if self._projections:
             self.project(grads)
+
+    def _step(self, grads: Sequence[Tensor], rate: float) -> None:
+        """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
+        whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for leaf, grad in zip(self._variable.leaves, grads, strict=True):
+            if grad.is_sparse:
+                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+            else:
+                whole[0].append(leaf)
+                whole[1].append(grad)
+        if whole[0]:
+            torch._foreach_add_(*whole, alpha=rate)
 
     @torch.no_grad()
     def project(self, moved: Sequence[Tensor] | None = None) -> None:
@@ -243,19 +255,6 @@ def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
         return
     for start in range(0, len(leaf), _BLOCK):
         yield slice(start, min(start + _BLOCK, len(leaf)))
-
-
-def _step(leaves: Sequence[Tensor], grads: Sequence[Tensor], rate: float) -> None:
-    """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
-    whole: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad.is_sparse:
-            leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
-        else:
-            whole[0].append(leaf)
-            whole[1].append(grad)
-    if whole[0]:
-        torch._foreach_add_(*whole, alpha=rate)
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
