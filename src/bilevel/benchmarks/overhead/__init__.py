@@ -138,6 +138,7 @@ def contestants() -> Mapping[str, Callable[[Task], Runner]]:
     found: dict[str, Callable[[Task], Runner]] = {
         CLOSED_FORM: by_hand.closed_form,
         "torch, three gradients": by_hand.three_gradients,
+        "torch, one scalar": by_hand.one_backward,
         "bilevel": lambda task: _solver(task, compile=False),
         "bilevel, compiled": lambda task: _solver(task, compile=True),
     }
