@@ -33,7 +33,6 @@ from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
 from bilevel.errors import CompileWarning
 from bilevel.methods import Info, Method, State
 from bilevel.methods.f2sa import F2SA, F2SAState
-from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
@@ -81,10 +80,9 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
 def may_be_late(state: F2SAState) -> bool:
     """Whether a step may return before it is done.
 
-    What an optimizer does to x cannot be taken back, so the direction has to be sound before; and
-    rates that are found on the way depend on where the step led.
+    What an optimizer does to x is not compiled, and waits for the direction.
     """
-    return state.x.device.type == "cuda" and state.x_update.plain and type(state.pace) is Pace
+    return state.may_be_late and state.x_update.plain
 
 
 class _Begun(NamedTuple):
