@@ -153,6 +153,11 @@ class Update:
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's, if there is one."""
+        return self._optimizer
+
+    @property
     def plain(self) -> bool:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
