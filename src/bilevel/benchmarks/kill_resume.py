@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which optimizers import, in seconds: here once for all processes
 from rich.table import Table as Shown
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
