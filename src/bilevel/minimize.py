@@ -199,8 +199,9 @@ def minimize(
             selector.before(recorded)
             with telling():
                 info = solver.step(measure=recorded)
-                due = keeper is not None and keeper.folder.due(k + 1)
-                if k == steps - 1 or callback is not None or due or not selector.patient:
+                last = k == steps - 1  # which is saved below
+                due = keeper is not None and not last and keeper.folder.due(k + 1)
+                if last or callback is not None or due or not selector.patient:
                     solver.settle()
             selector.after(info)
             if recorded:

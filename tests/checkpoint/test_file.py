@@ -94,7 +94,7 @@ def test_what_looks_alike_is_kept_apart(tmp_path: Path) -> None:
     ones, twos = torch.ones(2), torch.full((2,), 2.0)
     content = {"a": {1: ones, "1": twos, "b": {"c": ones}, "b/c": twos, "tensor": 3, "dict": []}}
     assert same(back(content, tmp_path / "a"), content)
-    shared = {"a": [ones, ones, ones[:1]], "dtype": {"of": torch.bfloat16, "in": (1, [2])}}
+    shared = {"a": [ones, ones, ones[:1], {"dtype": torch.bfloat16, "tuple": (1, [2])}]}
     assert same(back(shared, tmp_path / "a"), shared)
     found = back({"a": OrderedDict(b=np.float32(0.5), c=np.int64(3))}, tmp_path / "a")
     assert same(found, {"a": {"b": 0.5, "c": 3}})

@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -124,7 +124,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             f"the checkpoint {str(path)!r} could not be written: {error.strerror or error}"
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing may be removed either
+            part.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

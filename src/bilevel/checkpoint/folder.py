@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -104,14 +105,15 @@ class Folder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for part in self.path.glob(f".step-*{PART}"):
-                part.unlink(missing_ok=True)
             files = self._files()
         except OSError as error:
             raise OutputError(
                 f"checkpoint={str(self.path)!r} cannot be used as a folder: "
                 f"{error.strerror or error}"
             ) from error
+        for part in self.path.glob(f".step-*{PART}"):
+            with suppress(OSError):  # of a folder that can only be read
+                part.unlink(missing_ok=True)
         refused = []
         for step, path in sorted(files.items(), reverse=True):
             try:
@@ -148,12 +150,13 @@ class Folder:
         if step == self._saved_step:
             return
         self._saved_at = self._clock()  # also where it fails: the next try is at its time
-        write(self.path / f"step-{step:012d}.safetensors", content())
+        write(self._file(step), content())
         self._saved_step = step
         # files of later steps could not be read; they count for nothing here
         older = sorted(number for number in self._files() if number <= step)
         for number in older[: -self._choices.keep]:
-            (self.path / f"step-{number:012d}.safetensors").unlink(missing_ok=True)
+            with suppress(OSError):  # one file too many is no reason to stop
+                self._file(number).unlink(missing_ok=True)
 
     def try_to_save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """The same, but with a warning where it cannot be written: the run is worth more."""
@@ -166,6 +169,9 @@ class Folder:
                 CheckpointWarning,
                 stacklevel=4,
             )
+
+    def _file(self, step: int) -> Path:
+        return self.path / f"step-{step:012d}.safetensors"
 
     def _files(self) -> dict[int, Path]:
         """The checkpoints in the folder by their steps."""

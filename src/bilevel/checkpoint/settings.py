@@ -140,7 +140,11 @@ def _leaves(node: Any, path: str = "") -> dict[str, Any]:
     """What stands at the ends of a description, by the paths to it."""
     parts: list[tuple[str, Any]] = []
     if isinstance(node, dict) and node:
-        parts = [(f"{path}.{key}" if path else str(key), part) for key, part in node.items()]
+        # a key may be a path itself, as that of a tensor in a tree is
+        parts = [
+            (path + key if not path or not key or key[0] in "[." else f"{path}.{key}", part)
+            for key, part in node.items()
+        ]
     elif isinstance(node, list) and node:
         parts = [(f"{path}[{number}]", part) for number, part in enumerate(node)]
     else:
