@@ -127,7 +127,8 @@ def minimize(
             (needs ``bilevel[checkpoint]``), or a :class:`bilevel.Checkpoint`, which says how often.
             Called again with the same arguments, the run goes on from the newest file that is there
             and sound, and ends with the same bits as one that was never stopped; a run that is
-            complete returns at once, and with more ``steps`` goes on. Files of another run are
+            complete returns at once, and with more ``steps`` goes on, as does one that its callback
+            ended. Files of another run are
             refused, see :meth:`bilevel.Solver.load`. If a file cannot be written later on (the disk
             is full, say), the run goes on after a :class:`bilevel.errors.CheckpointWarning`.
             With a checkpoint Ctrl-C or SIGTERM ends the run after the step that is being taken,
@@ -150,76 +151,82 @@ def minimize(
     check_choice("select", select, SELECTORS)
     if callback is not None and not callable(callback):
         raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
-    solver = Solver(
-        problem,
-        method,
-        x0,
-        y0,
-        upper_data=upper_data,
-        lower_data=lower_data,
-        batch_size=batch_size,
-        direction_batch_size=direction_batch_size,
-        chunk_size=chunk_size,
-        seed=seed,
-        compile=compile,
-        device=device,
-    )
-    recorder = _Recorder(solver, steps, record_every)
-    selector = SELECTORS[select](solver, seed)
-    clock = _Clock()
-    keeper = None
-    if checkpoint is not None:
-        parts: dict[str, Stateful] = {"recorder": recorder, "selector": selector, "clock": clock}
-        keeper = _Keeper(Folder(checkpoint_of(checkpoint)), solver, parts)
-        keeper.begin(steps, {"record_every": int(record_every), "select": select})
+    choices = None if checkpoint is None else checkpoint_of(checkpoint)
     interrupts = Interrupts()
-    meter = meter_of(steps) if progress else None
-    outcome = Outcome.COMPLETED
+    with nullcontext() if choices is None else interrupts:
+        solver = Solver(
+            problem,
+            method,
+            x0,
+            y0,
+            upper_data=upper_data,
+            lower_data=lower_data,
+            batch_size=batch_size,
+            direction_batch_size=direction_batch_size,
+            chunk_size=chunk_size,
+            seed=seed,
+            compile=compile,
+            device=device,
+        )
+        recorder = _Recorder(solver, steps, record_every)
+        selector = SELECTORS[select](solver, seed)
+        clock = _Clock()
+        keeper = None
+        if choices is not None:
+            parts: dict[str, Stateful] = {
+                "recorder": recorder,
+                "selector": selector,
+                "clock": clock,
+            }
+            keeper = _Keeper(Folder(choices), solver, parts)
+            keeper.begin(steps, {"record_every": int(record_every), "select": select})
+        meter = meter_of(steps) if progress else None
+        outcome = Outcome.COMPLETED
 
-    def result() -> Result:
-        x, y, selected = selector.point()
-        return Result(x, y, recorder.history(), solver.k, clock.seconds, outcome, selected)
+        def result() -> Result:
+            x, y, selected = selector.point()
+            return Result(x, y, recorder.history(), solver.k, clock.seconds, outcome, selected)
 
-    @contextmanager
-    def telling() -> Iterator[None]:
-        """For steps: one that breaks hands over the run up to there."""
-        nonlocal outcome
-        try:
-            yield
-        except RunError as error:
-            outcome = Outcome.BROKEN
-            error.result = result()
-            raise
+        @contextmanager
+        def telling() -> Iterator[None]:
+            """For steps: one that breaks hands over the run up to there."""
+            nonlocal outcome
+            try:
+                yield
+            except RunError as error:
+                outcome = Outcome.BROKEN
+                error.result = result()
+                raise
 
-    with interrupts if keeper is not None else nullcontext(), meter or nullcontext():
-        for k in range(solver.k, steps):
-            if interrupts.asked:
-                break
-            recorded = k % record_every == 0 or k == steps - 1
-            selector.before(recorded)
-            with telling():
-                info = solver.step(measure=recorded)
-                last = k == steps - 1  # which is saved below
-                due = keeper is not None and not last and keeper.folder.due(k + 1)
-                if last or callback is not None or due or not selector.patient:
-                    solver.settle()
-            selector.after(info)
-            if recorded:
-                recorder.add(info, clock.seconds)
-                if meter is not None:
-                    meter.show(info)
-                if callback is not None and callback(solver, info):
-                    outcome = Outcome.STOPPED
+        with meter or nullcontext():
+            for k in range(solver.k, steps):
+                if interrupts.asked:
                     break
-            if due and keeper is not None:
+                recorded = k % record_every == 0 or k == steps - 1
+                selector.before(recorded)
+                with telling():
+                    info = solver.step(measure=recorded)
+                    last = k == steps - 1  # which is saved below
+                    due = keeper is not None and not last and keeper.folder.due(k + 1)
+                    if last or callback is not None or due or not selector.patient:
+                        solver.settle()
+                selector.after(info)
+                if recorded:
+                    recorder.add(info, clock.seconds)
+                    if meter is not None:
+                        meter.show(info)
+                    if callback is not None and callback(solver, info):
+                        outcome = Outcome.STOPPED
+                        break
+                if due and keeper is not None:
+                    keeper.save()
+            with telling():
+                solver.settle()
+            if keeper is not None:
                 keeper.save()
-        with telling():
-            solver.settle()
-        if keeper is not None:
-            keeper.save()
-    if interrupts.asked:
-        outcome = Outcome.INTERRUPTED
-    return result()
+        if interrupts.asked:
+            outcome = Outcome.INTERRUPTED
+        return result()
 
 
 class _Clock:

@@ -109,13 +109,21 @@ def test_handlers_are_put_back_after_an_error() -> None:
 
 
 PROGRAM = """
-import sys, time, bilevel
+import sys, time, torch, bilevel
 p = bilevel.problems.Quadratic(seed=0)
-def slow(solver, info):
-    print(info.step, flush=True)
-    time.sleep(0.05)
+data = torch.zeros(1, 10).expand(10**6, 10)
+
+def slow(x, y, batch):
+    time.sleep(0.01)
+    return p.lower(x, y, batch)
+
 result = bilevel.minimize(
-    p, p.x0, p.y0, method=bilevel.F2SA(0.5, 0.2), steps=10**6, callback=slow, checkpoint=sys.argv[1]
+    bilevel.Problem(p.upper, slow), p.x0, p.y0,
+    method=bilevel.F2SA(0.5, 0.2, inner_steps=30),
+    lower_data=torch.utils.data.DataLoader(data, num_workers=1, batch_size=None),
+    steps=10**6,
+    callback=lambda solver, info: print(info.step, flush=True),
+    checkpoint=sys.argv[1],
 )
 print(result.outcome.name, result.steps)
 """
@@ -124,12 +132,15 @@ print(result.outcome.name, result.steps)
 @pytest.mark.skipif(os.name == "nt", reason="there are no such signals")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_program_that_is_told_to_end_does(number: Any, tmp_path: Path) -> None:
+    """With Ctrl-C in a terminal, its workers are told too."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
-        time.sleep(0.02)
-        process.send_signal(number)
+        time.sleep(0.1)  # into the next step
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         last = process.stdout.read().splitlines()[-1]
         assert process.wait() == 0
     name, steps = last.split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -21,6 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -38,7 +40,11 @@ class Interrupts:
             signal.signal(*self._before.popitem())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        # a terminal also tells the workers of a DataLoader, without which the step could not end
+        worker = os.getpid() != self._process
+        if worker and number == signal.SIGINT:
+            return
+        if worker or self.asked:
             self._restore()
             signal.raise_signal(number)
         self.asked = True
