@@ -10,6 +10,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 from typing import TYPE_CHECKING, Any
 
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
+from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.many import Results, minimize_many
 from bilevel.methods import (
@@ -51,6 +52,7 @@ __all__ = [
     "SOBA",
     "SOBO",
     "VPBGD",
+    "Checkpoint",
     "Nesterov",
     "NoBilevel",
     "Outcome",

@@ -330,6 +330,19 @@ def bench_peers(
     _bench(race, json_file, threads=1, data_dir=data_dir, **options)
 
 
+@bench_app.command("kill-resume")
+def bench_kill_resume(
+    runs: Annotated[int, typer.Option(min=1, help="That are killed and go on.")] = 200,
+    damaged: Annotated[int, typer.Option(min=0, help="Checkpoints to be refused.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the moments and the damages.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill runs at random moments, go on from their checkpoints, compare the bits (15 minutes)."""
+    from bilevel.benchmarks import kill_resume
+
+    _bench(kill_resume, json_file, threads=1, seed=seed, runs=runs, damaged=damaged)
+
+
 @bench_app.command("cleaning")
 def bench_cleaning(
     seed: Seed = 0,

@@ -153,6 +153,11 @@ class Update:
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's, if there is one."""
+        return self._optimizer
+
+    @property
     def plain(self) -> bool:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
@@ -243,6 +248,7 @@ class Update:
             )
         if self._optimizer is not None:
             self._optimizer.load_state_dict(saved(state))
+            _restore_types(self._optimizer, state)
 
 
 _BLOCK = 1 << 20  # rows of a table that are projected at a time where all of them are
@@ -255,6 +261,16 @@ def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
         return
     for start in range(0, len(leaf), _BLOCK):
         yield slice(start, min(start + _BLOCK, len(leaf)))
+
+
+def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Undo that torch converts what it loads to the type of the parameter: bits would be lost."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entries_of in state["state"].items():
+        mine = optimizer.state[params[number]]
+        for name, value in entries_of.items():
+            if isinstance(value, Tensor) and mine[name].dtype != value.dtype:
+                mine[name] = value.to(mine[name].device, copy=True)
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
