@@ -346,13 +346,17 @@ def bench_kill_resume(
 @bench_app.command("cleaning")
 def bench_cleaning(
     seed: Seed = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DATA", help="mnist, newsgroups or covertype; may be repeated."),
+    ] = None,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What LabelCleaner finds among the labels of MNIST, and how long it takes."""
+    """What LabelCleaner finds and how long it takes, beside cleanlab if that is installed."""
     from bilevel.benchmarks import cleaning
 
-    _bench(cleaning, json_file, threads=1, seed=seed, data_dir=data_dir)
+    _bench(cleaning, json_file, threads=1, seed=seed, only=only or [], data_dir=data_dir)
 
 
 def _bench(

@@ -1,14 +1,12 @@
-"""``bilevel bench lm`` and ``bench cleaning`` in small."""
+"""``bilevel bench lm`` in small."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-import torch
 
-from bilevel.benchmarks import cleaning, lm
-from bilevel.data import Mnist
+from bilevel.benchmarks import lm
 
 
 @pytest.mark.filterwarnings("ignore:.*CPU autocast.*:UserWarning")
@@ -19,21 +17,3 @@ def test_a_language_models_step_beside_a_plain_one() -> None:
     assert len({row.parameters for row in rows}) == 1
     assert all(row.milliseconds > 0 and math.isnan(row.gigabytes) for row in rows)
     assert lm.table(rows).row_count == 4
-
-
-def test_wrong_labels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(10, (700,), generator=generator)
-    images = torch.randint(60, (700, 4, 5), generator=generator).to(torch.uint8)
-    images.view(700, 20)[torch.arange(700), labels] += 150
-    made = Mnist(images[:600], labels[:600], images[600:], labels[600:])
-    monkeypatch.setattr(cleaning, "mnist", lambda data_dir: made)
-    monkeypatch.setattr(cleaning, "TRAIN", 480)
-    monkeypatch.setattr(cleaning, "TRUSTED", 120)
-    monkeypatch.setattr(cleaning, "NOISES", (("uniform", 0.2), ("next class", 0.3)))
-    rows = cleaning.run()
-    assert [row.noise for row in rows] == ["uniform", "next class"]
-    for row in rows:
-        assert row.auc > 0.9
-        assert row.accuracy > 0.9
-    assert cleaning.table(rows).row_count == 2

@@ -24,8 +24,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 NAMES = np.array(["ant", "bee", "cat"])
 
 
-# few steps: the checks fit some two hundred times, and are not about what is found
-@parametrize_with_checks([LabelCleaner(max_steps=2)])  # type: ignore[untyped-decorator]
+@parametrize_with_checks([LabelCleaner()])  # type: ignore[untyped-decorator]
 def test_scikit_learn(estimator: Any, check: Any) -> None:
     check(estimator)
 
@@ -125,6 +124,45 @@ def test_kinds_of_features(insects: Insects, convert: Any) -> None:
     assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.97
     assert cleaner.predict_proba(convert(insects.X[:7])).shape == (7, 3)
     assert cleaner.n_features_in_ == 4
+
+
+SPARSE = """
+import resource, sys
+import numpy as np
+from scipy import sparse
+from bilevel import LabelCleaner
+
+rng = np.random.default_rng(0)
+rows, width, words = 8000, 50_000, 40
+true = rng.integers(3, size=rows)
+places = rng.integers(width, size=(rows, words))
+places[:, :5] = 10 * rng.integers(20, size=(rows, 5)) + true[:, None]  # words of its class
+X = sparse.csr_array(
+    (np.ones(rows * words, np.float32), places.ravel(), np.arange(rows + 1) * words),
+    shape=(rows, width),
+)
+given = np.where(rng.random(rows) < 0.3, (true + 1) % 3, true)
+
+def peak():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+LabelCleaner(max_steps=1).fit(rng.normal(size=(60, 2)), np.arange(60) % 2)  # what is loaded once
+before = peak()
+cleaner = LabelCleaner().fit(X[200:], given[200:], X_clean=X[:200], y_clean=true[:200])
+right = ((cleaner.label_quality_ < 0.5) == (given != true)[200:]).mean()
+print((peak() - before) / (4 * rows * width), right)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the module resource")
+def test_sparse_features_are_never_made_dense() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPARSE], capture_output=True, text=True, check=True
+    )
+    grown, right = map(float, done.stdout.split())
+    assert grown < 0.15  # of what the dense matrix would take
+    assert right > 0.9
 
 
 def test_index_of_a_frame_is_kept(insects: Insects) -> None:

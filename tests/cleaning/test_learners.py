@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy import sparse
 
 from bilevel.cleaning.learners import Module, SoftmaxRegression
-from bilevel.cleaning.rows import Scaler
+from bilevel.cleaning.rows import Scaler, SparseFeatures, product
 from bilevel.errors import ArgumentError
 
 
@@ -20,10 +22,14 @@ def features(n: int = 60, width: int = 5) -> np.ndarray:
 def test_dense_rows_are_standardised_and_clipped() -> None:
     X = np.random.default_rng(0).normal(3.0, 5.0, size=(500, 4))
     X[0, 0] = 1e6
-    rows = Scaler(X, standardize=True, dense=False).rows(X).everything()
+    rows = dense(Scaler(X, standardize=True, dense=False).rows(X, np.float64).everything(), 4)
     assert float(rows[0, 0]) == 4.0
-    torch.testing.assert_close(rows[:, 1:].mean(0), torch.zeros(3), atol=0.01, rtol=0)
-    torch.testing.assert_close(rows[:, 1:].std(0), torch.ones(3), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        rows[:, 1:].mean(0), torch.zeros(3, dtype=torch.float64), atol=0.01, rtol=0
+    )
+    torch.testing.assert_close(
+        rows[:, 1:].std(0), torch.ones(3, dtype=torch.float64), atol=0.02, rtol=0
+    )
 
 
 def test_a_constant_feature_stays_finite() -> None:
@@ -31,31 +37,114 @@ def test_a_constant_feature_stays_finite() -> None:
     assert Scaler(X, True, False).rows(X).everything().abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_sparse_rows_are_scaled_without_centring(dense: bool) -> None:
+def dense(taken: torch.Tensor | SparseFeatures, width: int) -> torch.Tensor:
+    return taken @ torch.eye(width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("made_dense", [False, True])
+def test_sparse_rows_are_scaled_where_they_are_not_zero(made_dense: bool) -> None:
     X = features()
-    rows = Scaler(sparse.csr_array(X), True, dense).rows(sparse.csr_array(X), np.float64)
-    expected = torch.from_numpy(np.clip(X / np.sqrt((X**2).mean(0)), -4, 4))
+    rows = Scaler(sparse.csr_array(X), True, made_dense).rows(sparse.csr_array(X), np.float64)
+    expected = torch.from_numpy(np.clip(X / np.sqrt((X**2).sum(0) / (X != 0).sum(0)), -4, 4))
     index = torch.tensor([7, 3, 3, 50])
-    assert rows.take(index).is_sparse is not dense
-    torch.testing.assert_close(rows.take(index).to_dense(), expected[index])
-    torch.testing.assert_close(rows.part(index).everything().to_dense(), expected[index])
+    assert isinstance(rows.take(index), torch.Tensor) is made_dense
+    torch.testing.assert_close(dense(rows.take(index), 5), expected[index])
+    torch.testing.assert_close(dense(rows.part(index).everything(), 5), expected[index])
 
 
-def test_curvature_is_the_largest_eigenvalue() -> None:
-    X = np.random.default_rng(0).normal(size=(50, 4))
-    rows = Scaler(X, False, False).rows(X)
-    A = np.hstack([X, np.ones((50, 1))])
-    largest = np.linalg.eigvalsh(A.T @ A / 50)[-1]
-    assert SoftmaxRegression(rows, 4, 3).curvature == pytest.approx(largest / 2, rel=1e-3)
+def test_sparse_rows_of_one_length_have_their_unit() -> None:
+    X = features() + np.eye(60, 5)
+    X /= np.linalg.norm(X, axis=1, keepdims=True).clip(1e-300)
+    scaler = Scaler(sparse.csr_array(X), True, False)
+    assert not scaler.scales
+    rows = scaler.rows(sparse.csr_array(X), np.float64).everything()
+    torch.testing.assert_close(dense(rows, 5), torch.from_numpy(X))
+    X[0] *= 2
+    assert Scaler(sparse.csr_array(X), True, False).scales
+
+
+def test_a_feature_of_one_sparse_row_alone_is_left_out() -> None:
+    X = np.zeros((4, 3))
+    X[1:3, 0], X[2, 1], X[:, 2] = 1, 5, 1
+    scaler = Scaler(sparse.csr_array(X), False, False)
+    kept = torch.from_numpy(X[:, [0, 2]])
+    for again in (scaler, Scaler.restored(scaler.state())):
+        rows = again.rows(sparse.csr_array(X), np.float64)
+        torch.testing.assert_close(dense(rows.everything(), 2), kept)
+    # a module was made for all of them
+    assert Scaler(sparse.csr_array(X), False, True).rows(X).everything().shape == (4, 3)
+
+
+def test_few_wide_rows_are_made_dense_at_a_time() -> None:
+    wide = sparse.csr_array((9000, 2_000_000), dtype=np.float32)
+    assert Scaler(wide, False, True).rows(wide).chunk == 2
+    assert Scaler(wide, False, False).rows(wide).chunk > 1000
+
+
+def test_entries_that_are_stored_twice_or_are_zero_count_as_what_they_are() -> None:
+    stored = sparse.csr_array(
+        (np.array([1.0, 1.0, 0.0, 2.0, 3.0]), np.array([0, 0, 1, 0, 1]), np.array([0, 3, 4, 5])),
+        shape=(3, 2),
+    )
+    before = stored.copy()
+    rows = Scaler(stored, True, False).rows(stored, np.float64)
+    torch.testing.assert_close(
+        dense(rows.everything(), 1), torch.tensor([[1.0], [1.0], [0.0]], dtype=torch.float64)
+    )
+    assert (stored.data == before.data).all()
+
+
+@pytest.mark.parametrize(
+    "convert", [torch.from_numpy, lambda X: SparseFeatures(sparse.csr_array(X))]
+)
+def test_products_have_the_gradient_of_finite_differences(convert: Any) -> None:
+    A = convert(features())
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda W: product(A, W / 1000), weight)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])
-def test_fit_is_stationary_and_forgets_weight_zero(convert) -> None:
+def test_curvature_is_the_largest_eigenvalue(convert: Any) -> None:
+    X = np.random.default_rng(0).normal(10.0, size=(50, 4)) * [1, 2, 3, 4]
+    rows = Scaler(convert(X), False, False).rows(convert(X))
+    largest = np.linalg.eigvalsh(np.cov(X.T, bias=True))[-1]
+    assert SoftmaxRegression(rows, 3).curvature == pytest.approx(largest / 2, rel=1e-3)
+
+
+def test_curvature_bounds_the_loss_and_is_estimated_from_some_rows() -> None:
+    X = np.random.default_rng(0).normal(2.0, size=(9000, 6)) * np.arange(1, 7)
+    rows = Scaler(X, False, False).rows(X)
+    learner, labels = SoftmaxRegression(rows, 3), torch.arange(9000) % 3
+    largest = np.linalg.eigvalsh(np.cov(X.T, bias=True))[-1]
+    assert learner.curvature == pytest.approx(largest / 2, rel=0.1)
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        y = {"weight": flat[:18].view(6, 3), "bias": flat[18:]}
+        return torch.nn.functional.cross_entropy(
+            rows.everything() @ learner.plain(y)["weight"] + learner.plain(y)["bias"], labels
+        )
+
+    H = torch.autograd.functional.hessian(loss, torch.zeros(21))
+    assert float(torch.linalg.eigvalsh(H)[-1]) <= 1.1 * learner.curvature
+
+
+def test_centring_does_not_change_the_model() -> None:
+    X = np.random.default_rng(0).normal(3.0, size=(40, 4))
+    rows = Scaler(X, False, False).rows(X)
+    learner = SoftmaxRegression(rows, 3)
+    y = {"weight": torch.randn(4, 3), "bias": torch.randn(3)}
+    centred = torch.from_numpy(X - X.mean(0)).float() @ y["weight"]
+    scale = np.sqrt(2 * learner.curvature)
+    expected = centred + scale * y["bias"]
+    torch.testing.assert_close(learner.predict(y, rows), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])
+def test_fit_is_stationary_and_forgets_weight_zero(convert: Any) -> None:
     X, labels = features(), torch.arange(60) % 3
     X = convert(X / np.abs(X).max(0))
     rows = Scaler(X, False, False).rows(X)
-    learner = SoftmaxRegression(rows, 5, 3)
+    learner = SoftmaxRegression(rows, 3)
     weights = torch.rand(60)
     weights[:20] = 0.0
     y = learner.fit(rows, labels, weights, 0.01, None)
@@ -69,6 +158,44 @@ def test_fit_is_stationary_and_forgets_weight_zero(convert) -> None:
     loss = learner.weighted_loss(y, rows.everything(), labels, weights) / weights.sum()
     (loss + 0.01 * (y["weight"] ** 2).sum()).backward()
     assert max(float(part.grad.abs().max()) for part in y.values()) < 1e-4
+
+
+class Steep(torch.nn.Linear):
+    """A layer that only the smallest rates suit."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return 1000 * super().forward(features)
+
+
+def test_the_rate_of_a_module_suits_it() -> None:
+    X = np.random.default_rng(0).normal(size=(400, 5))
+    rows = Scaler(X, True, False).rows(X)
+    labels = torch.from_numpy(X[:, :3].argmax(1))
+    labels[::4] = 0  # so that it is not right to be sure of anything
+    chosen = []
+    for module in (torch.nn.Linear(5, 3), Steep(5, 3)):
+        torch.nn.init.zeros_(module.weight)
+        torch.nn.init.zeros_(module.bias)
+        learner = Module(module, classes=3, batch_size=40, seed=0)
+        learner.fit(rows, labels, torch.ones(400), learner.ridge, None)
+        chosen.append(learner.settings()["learning_rate"])
+    assert chosen[0] == 1e-2
+    assert chosen[1] <= 1e-3
+
+
+def test_a_module_forgets_weight_zero() -> None:
+    X = np.random.default_rng(0).normal(size=(120, 5))
+    rows = Scaler(X, True, False).rows(X)
+    labels = torch.from_numpy(X[:, :3].argmax(1))
+    other, weights = labels.clone(), torch.ones(120)
+    other[:50], weights[:50] = 0, 0.0
+    module = torch.nn.Linear(5, 3)
+    fits = [
+        Module(module, classes=3, batch_size=40, seed=0).fit(rows, some, weights, 1e-5, None)
+        for some in (labels, other)
+    ]
+    assert torch.equal(fits[0].weight, fits[1].weight)
+    assert (fits[0](rows.everything()).argmax(1) == labels)[50:].float().mean() > 0.9
 
 
 def test_a_module_with_the_wrong_width_is_named() -> None:

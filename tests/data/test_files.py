@@ -227,3 +227,21 @@ def test_the_cache_is_where_the_platform_has_it(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == tmp_path / expected
+
+
+def test_a_file_may_lie_elsewhere_under_another_name(mirror: Callable[..., Mirror]) -> None:
+    source = mirror({"5975967": b"content"})
+    file = RemoteFile("a.gz", hashlib.sha256(b"content").hexdigest(), (f"{source.url}5975967",))
+    assert read(DataSet("toy", (file,), (UNREACHABLE,)).paths()) == {"a.gz": b"content"}
+
+
+def test_a_folder_may_hold_the_same_in_another_form(tmp_path: Path) -> None:
+    smaller = RemoteFile("ab.xz", hashlib.sha256(b"both").hexdigest())
+    data = DataSet("toy", toy().files, (), repacked=(smaller,))
+    folder = fill(tmp_path / "own")
+    assert read(data.paths(folder)) == CONTENT
+    fill(folder, {"ab.xz": b"both"})
+    assert read(data.paths(folder)) == {"ab.xz": b"both"}
+    fill(folder, {"ab.xz": b"neither"})
+    with pytest.raises(CorruptDataError, match=r"ab\.xz"):
+        data.paths(folder)

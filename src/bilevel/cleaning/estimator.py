@@ -96,7 +96,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.25,
         max_steps: int = 40,
-        patience: int = 6,
+        patience: int = 4,
         batch_size: int = 250,
         standardize: bool = True,
         random_state: Any = 0,
@@ -246,7 +246,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _make_learner(self, samples: Any, seed: int) -> Learner:
         classes = len(self.classes_)
         if self.model is None:
-            return SoftmaxRegression(samples, self.n_features_in_, classes)
+            return SoftmaxRegression(samples, classes)
         return Module(self.model, classes, self.batch_size, seed)
 
     def _check_arguments(self) -> None:

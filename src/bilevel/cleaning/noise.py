@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-_ITERATIONS = 100
+_ITERATIONS = 200
+_CLOSE = 1e-4  # a change of T that is none
 _SHARPNESS = (0.05, 20.0)
 _PRIOR = 1.0  # samples of each class that are taken to have been seen with their right label
 
@@ -52,11 +53,17 @@ def transitions(probabilities: Tensor, labels: Tensor) -> Tensor:
     prior = _PRIOR * torch.eye(classes, dtype=probabilities.dtype)
     given = one_hot(labels, classes).to(probabilities.dtype)
     # each class starts as what the model takes for it, and more of it right than wrong
-    T = probabilities.T @ given + len(labels) * prior / classes
+    T = _normalised(probabilities.T @ given + len(labels) * prior / classes)
     for _ in range(_ITERATIONS):
-        T = T / T.sum(1, keepdim=True)
-        T = true_class(probabilities, labels, T).T @ given + prior
-    return T / T.sum(1, keepdim=True)
+        before = T
+        T = _normalised(true_class(probabilities, labels, T).T @ given + prior)
+        if float((T - before).abs().max()) < _CLOSE:
+            break
+    return T
+
+
+def _normalised(counts: Tensor) -> Tensor:
+    return counts / counts.sum(1, keepdim=True)
 
 
 def true_class(probabilities: Tensor, labels: Tensor, T: Tensor) -> Tensor:

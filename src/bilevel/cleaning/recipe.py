@@ -34,11 +34,9 @@ from bilevel.cleaning.rows import Rows
 
 History: TypeAlias = dict[str, npt.NDArray[Any]]
 
-FOLDS = 3
+FOLDS = 5
 STEPS_UNWATCHED = 10
 """How many steps the weights are given where no trusted samples can be held back."""
-
-_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,15 @@ def clean(
     learner: Learner, task: Task, *, max_steps: int, patience: int, batch_size: int, seed: int
 ) -> Cleaned:
     """All four steps."""
-    found = _learn_weights(learner, task, max_steps, patience, batch_size, seed)
     labels, held = task.labels, task.held_samples
+    weights = torch.zeros(len(labels))
+    weights[task.train] = 1.0
+    start = learner.lower_start(task.rows, labels, weights, held)
+    found = _learn_weights(learner, task, start, max_steps, patience, batch_size, seed)
     logits = learner.predict(found.model, task.rows.part(task.train))
     probabilities = (_calibrated(learner, found.model, task) * logits).softmax(1)
     q, _ = noise.judge(probabilities, labels[task.train], task.verified)
 
-    weights = torch.zeros(len(labels))
     weights[task.train] = _passed(q)
     weights[task.trusted] = 1.0
     ridge, model, sharpness = _choose_ridge(learner, task, weights)
@@ -170,22 +170,36 @@ class _Weights:
 
 
 def _learn_weights(
-    learner: Learner, task: Task, max_steps: int, patience: int, batch_size: int, seed: int
+    learner: Learner,
+    task: Task,
+    start: Any,
+    max_steps: int,
+    patience: int,
+    batch_size: int,
+    seed: int,
 ) -> _Weights:
     rows, labels, train = task.rows, task.labels, task.train
     held = task.held_samples
 
+    taken: list[Any] = [None, None, None]  # y and z ask for the same samples, one after the other
+
+    def samples(index: Tensor) -> tuple[Any, Tensor]:
+        if taken[0] is not index:
+            some = train[index]
+            taken[:] = index, rows.take(some), labels[some]
+        return taken[1], taken[2]
+
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        some = train[index]
-        loss = learner.weighted_loss(y, rows.take(some), labels[some], x[index])
+        features, given = samples(index)
+        loss = learner.weighted_loss(y, features, given, x[index])
         return loss / len(index) + learner.ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
         return cross_entropy(learner.logits(y, rows.take(index)), labels[index])
 
     batch_size = min(batch_size, len(train))
-    start = torch.ones(len(train))
-    best = _Weights(start, None, float("inf"), 0, batch_size)
+    ones = torch.ones(len(train))
+    best = _Weights(ones, None, float("inf"), 0, batch_size)
     losses: list[float] = []
 
     def watch(solver: bilevel.Solver, info: Any) -> bool:
@@ -200,8 +214,8 @@ def _learn_weights(
 
     result = bilevel.minimize(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
+        ones,
         start,
-        learner.start(),
         method=learner.method(len(train)),
         steps=max_steps if held is not None else min(max_steps, STEPS_UNWATCHED),
         # repeated, so that a minibatch of either level has as many samples
@@ -209,7 +223,7 @@ def _learn_weights(
         lower_data=torch.arange(len(train)),
         batch_size=batch_size,
         direction_batch_size="all",
-        chunk_size=max(_CHUNK, batch_size),
+        chunk_size=max(rows.chunk, batch_size),
         seed=seed,
         callback=watch,
     )

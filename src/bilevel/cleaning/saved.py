@@ -25,6 +25,7 @@ import bilevel
 from bilevel.cleaning import encoding
 from bilevel.cleaning.encoding import Encoder
 from bilevel.cleaning.estimator import LabelCleaner
+from bilevel.cleaning.learners import SoftmaxRegression
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.rows import WIDEST, Scaler
 from bilevel.cleaning.samples import Array, ArraySamples, Samples, printable
@@ -56,9 +57,10 @@ class CleanedModel:
     @classmethod
     def of(cls, cleaner: LabelCleaner, encoder: Encoder) -> CleanedModel:
         """That of a fitted cleaner with the default model."""
-        if cleaner.model is not None:
+        learner = cleaner._learner
+        if not isinstance(learner, SoftmaxRegression):
             raise ArgumentError("only the default model can be saved; save a module of yours as it")
-        parts = cleaner._model
+        parts = learner.plain(cleaner._model)
         return cls(
             classes=cleaner.classes_.tolist(),
             encoder=encoder,

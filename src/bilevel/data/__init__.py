@@ -7,8 +7,26 @@ Without more, the files are fetched from public mirrors into the platform's cach
 network is left alone. Every file is verified by its SHA-256 each time it is read.
 """
 
+from bilevel.data.covertype import COVERTYPE, Covertype, covertype, read_covertype
 from bilevel.data.files import DataSet, RemoteFile, cache_folder
 from bilevel.data.idx import read_idx
 from bilevel.data.mnist import MNIST, Mnist, mnist
+from bilevel.data.newsgroups import NEWSGROUPS, Newsgroups, newsgroups, read_newsgroups
 
-__all__ = ["MNIST", "DataSet", "Mnist", "RemoteFile", "cache_folder", "mnist", "read_idx"]
+__all__ = [
+    "COVERTYPE",
+    "MNIST",
+    "NEWSGROUPS",
+    "Covertype",
+    "DataSet",
+    "Mnist",
+    "Newsgroups",
+    "RemoteFile",
+    "cache_folder",
+    "covertype",
+    "mnist",
+    "newsgroups",
+    "read_covertype",
+    "read_idx",
+    "read_newsgroups",
+]

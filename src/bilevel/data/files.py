@@ -22,10 +22,16 @@ _TIMEOUT = 30.0  # seconds without a byte before the next mirror is tried
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file known by its name and its SHA-256."""
+    """A file known by its name and its SHA-256.
+
+    Attributes:
+        name, sha256: of the file.
+        addresses: where it is to be had under another name, tried after the mirrors.
+    """
 
     name: str
     sha256: str
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,13 @@ class DataSet:
         name: of the data set, and of its folder inside a folder with data.
         files: what it consists of.
         mirrors: addresses of folders that hold these files, in the order in which they are tried.
+        repacked: the same data in smaller files, which a folder of the user's may hold instead.
     """
 
     name: str
     files: tuple[RemoteFile, ...]
     mirrors: tuple[str, ...]
+    repacked: tuple[RemoteFile, ...] = ()
 
     def paths(self, data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
         """The files on this machine, each verified; downloaded where they have to be.
@@ -71,6 +79,8 @@ class DataSet:
             raise ArgumentError(f"{origin} must be a folder that exists, not {str(given)!r}")
         inside = given / self.name
         folder = inside if inside.is_dir() else given
+        if self.repacked and all((folder / file.name).is_file() for file in self.repacked):
+            return [_verified(folder / file.name, file) for file in self.repacked]
         missing = [file.name for file in self.files if not (folder / file.name).is_file()]
         if missing:
             raise MissingDataError(
@@ -81,8 +91,8 @@ class DataSet:
 
     def _download(self, file: RemoteFile, folder: Path) -> None:
         failures = []
-        for mirror in self.mirrors:
-            url = f"{mirror.rstrip('/')}/{file.name}"
+        named = [f"{mirror.rstrip('/')}/{file.name}" for mirror in self.mirrors]
+        for url in (*named, *file.addresses):
             try:
                 _fetch(url, file, folder)
             except (OSError, http.client.HTTPException, CorruptDataError) as error:
