@@ -60,13 +60,13 @@ class CleanedModel:
         learner = cleaner._learner
         if not isinstance(learner, SoftmaxRegression):
             raise ArgumentError("only the default model can be saved; save a module of yours as it")
-        parts = learner.plain(cleaner._model)
+        parts = learner.plain({name: part.double() for name, part in cleaner._model.items()})
         return cls(
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"].double(),
-            bias=parts["bias"].double(),
+            weight=parts["weight"],
+            bias=parts["bias"],
             sharpness=cleaner._sharpness,
         )
 
@@ -107,8 +107,8 @@ class CleanedModel:
     def save(self, folder: Path) -> None:
         """Write both files."""
         tensors = {
-            "weight": self.weight.float().numpy(),
-            "bias": self.bias.float().numpy(),
+            "weight": self.weight.numpy(),
+            "bias": self.bias.numpy(),
             **self.scaler.state(),
             **self.encoder.tensors(),
         }
@@ -151,8 +151,8 @@ def load_model(folder: str | Path) -> CleanedModel:
             classes=description["classes"],
             encoder=encoding.restored(description["features"], tensors),
             scaler=Scaler.restored(tensors),
-            weight=torch.from_numpy(tensors["weight"]).double(),
-            bias=torch.from_numpy(tensors["bias"]).double(),
+            weight=torch.from_numpy(tensors["weight"]),
+            bias=torch.from_numpy(tensors["bias"]),
             sharpness=float(description["sharpness"]),
         )
     except (KeyError, TypeError) as error:
