@@ -369,7 +369,7 @@ def accumulate(
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
-    kept: list[Tensor | None] | None = None
+    kept: list[Tensor] | None = None
     for term, value in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(value, {term.name(x): value})
         terms[term.name(x)] = value.detach()
@@ -384,38 +384,21 @@ def accumulate(
             # aside, not on the leaves: there every gradient of the next term is added by itself
             kept = _kept(point, kept_as)
         else:
-            _add(point, kept)
-            kept = None
+            if kept is not None:
+                with torch.no_grad():
+                    point.set_grads(added(point.grads(), kept))
+                kept = None
             if done is not None:
                 done(point)
     return terms
 
 
-def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor | None]:
-    """The gradients, taken off the leaves; dense ones in the given type."""
-    grads = [leaf.grad for leaf in point.leaves]
-    point.clear_grads()
-    if dtype is None:
-        return grads
-    return [grad if grad is None or grad.is_sparse else grad.to(dtype) for grad in grads]
-
-
-@torch.no_grad()
-def _add(point: Variable, kept: list[Tensor | None] | None) -> None:
-    """Add what was kept to the gradients on the leaves."""
-    both: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for leaf, before in zip(point.leaves, kept or [], strict=False):
-        if before is None:
-            continue
-        if leaf.grad is None:
-            leaf.grad = before if before.is_sparse else before.to(leaf.dtype)
-        elif before.is_sparse or leaf.grad.is_sparse:
-            leaf.grad = added([leaf.grad], [before])[0]
-        else:
-            both[0].append(leaf.grad)
-            both[1].append(before)
-    if both[0]:
-        torch._foreach_add_(*both)
+def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
+    """The gradients, taken off the leaves, dense ones in the given type; None: there are none."""
+    if not any(leaf.requires_grad for leaf in point.leaves):
+        return None
+    grads = point.take_grads()
+    return grads if dtype is None else [g if g.is_sparse else g.to(dtype) for g in grads]
 
 
 def _terms(
