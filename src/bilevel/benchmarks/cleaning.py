@@ -166,6 +166,7 @@ def table(rows: Sequence[Row]) -> Table:
             "F1": lambda row: f"{row.f1:.3f}",
             "accuracy": lambda row: f"{row.accuracy:.1%}",
             "seconds": lambda row: f"{row.seconds:.1f}",
+            "of the CPU": lambda row: f"{row.cpu_seconds:.1f}",
         },
     )
     if all(row.method != "cleanlab" for row in rows):

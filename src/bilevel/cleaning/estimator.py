@@ -59,7 +59,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         patience: after how many steps without a better held-back loss to stop.
         batch_size: of the minibatches.
         standardize: whether features are centred, divided by their standard deviation and clipped
-            at 4 of it. Sparse ones are not centred.
+            at 4 of it. Sparse ones stay sparse: they are divided by their root mean square where
+            they are not zero, unless all rows have the same length, as those of TF-IDF do.
         random_state: a whole number, None or a NumPy ``RandomState``, as scikit-learn takes it.
 
     Attributes:
@@ -195,7 +196,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._index = index if _is_pandas_index(index) else None
         self.noise_matrix_ = cleaned.transitions.numpy()
         self.history_ = cleaned.history
-        self.settings_ = cleaned.settings
+        self.settings_ = {**cleaned.settings, "standardized": self._scaler.scales}
         return self
 
     def label_issues(self) -> pd.DataFrame:

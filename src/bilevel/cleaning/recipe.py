@@ -8,7 +8,7 @@
    by F2SA. Its inner steps are on minibatches that both copies of y share; the direction of x is
    taken from one pass over all samples, which needs forward passes only. F falls long after the
    weights began to fit the trusted samples themselves, so the weights are those with which the loss
-   on held-back trusted samples was lowest.
+   on held-back trusted samples was lowest. A module starts from a training on all samples alike.
 2. The model of step 1 says which labels are more probably wrong than right (:mod:`.noise`), and a
    model with a smaller ridge is trained without them.
 3. Every label is judged by a model that was not trained on it. For this the samples are divided
