@@ -31,12 +31,14 @@ ROWS = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3)
 TARGETS = torch.sin(7 * ROWS.sum(1))
 
 
-def _run_graph(graph: Any, inputs: Any, options: Any) -> Callable[[Sequence[Any]], Any]:
+def _run_graph(
+    graph: Any, inputs: Any, options: Any
+) -> Callable[[Sequence[Any]], tracing.Compiled]:
     def run(arguments: list[Any]) -> None:
         with torch.enable_grad():
             graph(*arguments)
 
-    return lambda arguments: run
+    return lambda arguments: tracing.Compiled(run, alone=True)
 
 
 @pytest.fixture
@@ -650,6 +652,35 @@ def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
     program(runs[1])
     for a, b in zip(numbers([runs[1].x, runs[1].y]), numbers([runs[0].x, runs[0].y]), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@compiler
+@pytest.mark.parametrize(("width", "alone"), [(10, True), (3000, False)])
+def test_small_steps_run_on_one_thread_and_large_ones_on_all(
+    width: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An inner step on 500 rows has three products forward and three back, 8000 * width each."""
+    rows = torch.ones(500, width)
+    run = Solver(
+        Problem(
+            lambda x, y, batch: (batch @ y).square().mean(),
+            lambda x, y, batch: (batch @ (y - x)).square().mean(),
+        ),
+        F2SA(inner_steps=1, lower_lr=1e-5, upper_lr=1e-5),
+        torch.zeros(width, 8),
+        torch.ones(width, 8),
+        upper_data=rows,
+        lower_data=rows,
+        batch_size=500,
+        compile=True,
+    )
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    run.step(measure=False)
+    assert program(run).compilations == 2
+    assert seen[:1] == ([1] if alone else [])
+    assert seen[-1:] == ([7] if alone else [])
 
 
 @compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,22 @@ def test_device_moves_variables_and_data_and_resumes_bit_for_bit() -> None:
     assert torch.equal(whole.x, resumed.x)
     assert torch.equal(whole.y, resumed.y)
     assert torch.equal(torch.cuda.get_rng_state(), before)  # the program's own randomness
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, half, resumed = (_solver(0, "cuda", "cuda") for _ in range(3))
+    for _ in range(6):
+        whole.step()
+    for _ in range(3):
+        half.step()
+    half.save(tmp_path / "half.safetensors")
+    resumed.load(tmp_path / "half.safetensors")
+    for _ in range(3):
+        resumed.step()
+    assert torch.equal(whole.x, resumed.x)
+    assert torch.equal(whole.y, resumed.y)
+    with pytest.raises(bilevel.errors.CheckpointError, match="device is 'cuda' there and 'cpu'"):
+        _solver(0, "cpu", None).load(tmp_path / "half.safetensors")
 
 
 def test_x_and_y_on_different_devices_are_refused() -> None:

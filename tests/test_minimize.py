@@ -199,6 +199,7 @@ def test_the_numbers_of_an_outcome_are_its_messages() -> None:
     assert {outcome.value for outcome in bilevel.Outcome} == {
         "all steps were taken",
         "the callback asked to stop",
+        "Ctrl-C or SIGTERM asked to stop",
         "an error ended the run",
     }
 

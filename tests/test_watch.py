@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import bilevel
+from bilevel import problem as problems
 from bilevel.errors import NonFiniteError
 from bilevel.methods import f2sa
+from bilevel.methods.updates import Update
 from bilevel.variables import Variable
 from bilevel.watch import Watch
 from tests.test_errors import BREAKS, Switch, tensors_in
@@ -30,8 +32,8 @@ class Late(Watch):
 
     reads = 0
 
-    def __init__(self, step: int, *, at_once: bool) -> None:
-        super().__init__(step, at_once=False)
+    def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
+        super().__init__(step, at_once=False, before=before)
 
     def read(self) -> None:
         Late.reads += 1
@@ -40,7 +42,7 @@ class Late(Watch):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
-    monkeypatch.setattr(f2sa, "Watch", Late)
+    monkeypatch.setattr(problems, "Watch", Late)
     monkeypatch.setattr(Late, "reads", 0)
     return Late
 
@@ -77,8 +79,96 @@ def test_a_good_run_is_the_same(method: Any, monkeypatch: pytest.MonkeyPatch) ->
         return x
 
     at_once = end()
-    monkeypatch.setattr(f2sa, "Watch", Late)
+    monkeypatch.setattr(problems, "Watch", Late)
     assert torch.equal(end(), at_once)
+
+
+SKIPPING = {
+    "plain": bilevel.F2SA(inner_steps=2, lower_lr=0.1, upper_lr=0.1),
+    "single pass": bilevel.F2SA(inner_steps=2, lower_lr=0.1, upper_lr=0.1, single_pass=True),
+    "fused": bilevel.F2SA(
+        inner_steps=2,
+        single_pass=True,
+        lower_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+        upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    ),
+    "terms one after another": bilevel.F2SA(
+        inner_steps=2,
+        single_pass=True,
+        accumulate=True,
+        upper_lr=0.1,
+        lower_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", SKIPPING.values(), ids=list(SKIPPING))
+@pytest.mark.parametrize(("breaks", "message"), BREAKS)
+def test_a_step_that_nobody_waited_for_is_told_by_the_next(
+    late: type[Late], method: Any, breaks: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
+    switch = Switch()
+    solver = bilevel.Solver(switch.problem(breaks), method, torch.ones(2), torch.zeros(2))
+    for _ in range(3):
+        solver.step(measure=False)
+    x = solver.x
+    switch.on = True
+    solver.step(measure=False)
+    assert solver.k == 4  # as far as is known
+    with pytest.raises(NonFiniteError, match=message):
+        solver.step(measure=False)
+    assert solver.k == 3
+    assert torch.equal(solver.x, x)
+    floats = [t for t in tensors_in(solver.state_dict()) if t.is_floating_point()]
+    assert all(bool(torch.isfinite(t).all()) for t in floats)
+    switch.on = False
+    solver.step()
+    solver.settle()
+    assert solver.k == 4
+
+
+@pytest.mark.parametrize("method", SKIPPING.values(), ids=list(SKIPPING))
+def test_a_good_run_that_nobody_waits_for_is_the_same(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = bilevel.problems.Quadratic(sigma_g=0.1, seed=2)
+
+    def run() -> dict[str, Any]:
+        solver = bilevel.Solver(
+            problem, method, problem.x0, problem.y0, lower_data=problem.lower_noise
+        )
+        for _ in range(9):
+            solver.step()
+        state: dict[str, Any] = solver.state_dict()["state"]
+        return state
+
+    at_once = run()
+    monkeypatch.setattr(problems, "Watch", Late)
+    monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
+    torch.testing.assert_close(run(), at_once, rtol=0, atol=0)
+
+
+def test_a_fused_optimizer_skips_what_is_bad_and_scales_the_rest() -> None:
+    start = torch.tensor([1.0, -2.0])
+    ends = []
+    for make in (
+        lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.1, weight_decay=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.1, weight_decay=0.1, fused=False),
+    ):
+        variable = Variable.copy_of(start, "y")
+        update = Update(variable, [None], make)
+        for _ in range(3):
+            variable.set_grads([torch.tensor([1.0, 2.0])])
+            update.apply(1.0, gain=0.25)
+        ends.append(variable.leaves[0].detach().clone())
+        if update.can_stay:
+            before = update.state_dict()
+            variable.set_grads([torch.tensor([1.0, math.inf])])
+            update.apply(1.0, gain=0.25, bad=torch.tensor(True))
+            assert torch.equal(variable.leaves[0], ends[0])
+            torch.testing.assert_close(update.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=0)
 
 
 def _variable(*values: float) -> Variable:
@@ -110,7 +200,8 @@ def test_gradients_and_steps(
         return
     with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite at step 7"):  # noqa: PT012
         watch.gradients([(variable, rate)])
-        assert not variable.grads()[0].any()
+        assert watch.bad is not None
+        assert bool(watch.bad)
         watch.read()
 
 

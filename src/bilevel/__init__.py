@@ -10,7 +10,9 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 from typing import TYPE_CHECKING, Any
 
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
+from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.many import Results, minimize_many
 from bilevel.methods import (
     AID,
     BOME,
@@ -50,11 +52,13 @@ __all__ = [
     "SOBA",
     "SOBO",
     "VPBGD",
+    "Checkpoint",
     "Nesterov",
     "NoBilevel",
     "Outcome",
     "Problem",
     "Result",
+    "Results",
     "Solver",
     "Table",
     "check_hypergradient",
@@ -63,6 +67,7 @@ __all__ = [
     "errors",
     "hypergradient",
     "minimize",
+    "minimize_many",
     "problems",
     "schedules",
     "sets",

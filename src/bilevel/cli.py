@@ -252,6 +252,25 @@ def bench_table(
     _bench(table, json_file, threads=1, seed=seed, **options)
 
 
+@bench_app.command("many")
+def bench_many(
+    runs: Annotated[int, typer.Option(min=1, help="The largest number of runs.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Outer steps of each run.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the times are medians.")] = 5,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="For torch; else as many as it takes.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Many seeds at once against one after another."""
+    from bilevel.benchmarks import many
+
+    options: dict[str, Any] = {"runs": runs, "steps": steps, "repeats": repeats, "device": device}
+    _bench(many, json_file, threads=threads, seed=seed, **options)
+
+
 @bench_app.command("overhead")
 def bench_overhead(
     repeats: Annotated[int, typer.Option(min=1, help="Of which the time is a median.")] = 21,
@@ -263,6 +282,21 @@ def bench_overhead(
     from bilevel.benchmarks import overhead
 
     _bench(overhead, json_file, repeats=repeats, device=device, seed=seed)
+
+
+@bench_app.command("scale")
+def bench_scale(
+    compiled: Annotated[bool, typer.Option(help="Also compiled steps.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Of which the times are medians.")] = 15,
+    device: Annotated[str, typer.Option(help="Where, such as cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Of the data and the minibatches.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What steps cost against d, n, T and the minibatch (ten minutes, mostly of compiling)."""
+    from bilevel.benchmarks import scale
+
+    options: dict[str, Any] = {"compiled": compiled, "repeats": repeats, "device": device}
+    _bench(scale, json_file, threads=1, seed=seed, **options)
 
 
 @bench_app.command("lm")
@@ -294,6 +328,19 @@ def bench_peers(
 
     options: dict[str, Any] = {"corruption": corruption, "seconds": seconds, "seed": seed}
     _bench(race, json_file, threads=1, data_dir=data_dir, **options)
+
+
+@bench_app.command("kill-resume")
+def bench_kill_resume(
+    runs: Annotated[int, typer.Option(min=1, help="That are killed and go on.")] = 200,
+    damaged: Annotated[int, typer.Option(min=0, help="Checkpoints to be refused.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the moments and the damages.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill runs at random moments, go on from their checkpoints, compare the bits (15 minutes)."""
+    from bilevel.benchmarks import kill_resume
+
+    _bench(kill_resume, json_file, threads=1, seed=seed, runs=runs, damaged=damaged)
 
 
 @bench_app.command("cleaning")

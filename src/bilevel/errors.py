@@ -6,6 +6,7 @@ All exceptions derive from :class:`BilevelError`. Those that report a bad argume
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +51,23 @@ class ObjectiveError(BilevelError, ValueError):
 
 class StateError(BilevelError, ValueError):
     """A saved state does not fit the solver that is asked to load it."""
+
+
+class CheckpointError(StateError):
+    """A checkpoint is damaged, or belongs to another run; nothing of it was loaded.
+
+    Attributes:
+        path: the file.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"the checkpoint {os.fspath(path)!r} was refused: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.reason)
 
 
 class NotConvergedError(BilevelError, RuntimeError):
@@ -141,3 +159,11 @@ class ImpracticalDesignWarning(BilevelWarning):
 
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
+
+
+class UnbatchedWarning(BilevelWarning):
+    """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""
+
+
+class CheckpointWarning(BilevelWarning):
+    """A checkpoint could not be written or read, but the run goes on; the message says how."""

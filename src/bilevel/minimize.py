@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,11 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bilevel.checkpoint import Folder, Interrupts
+from bilevel.checkpoint.folder import CheckpointLike, checkpoint_of
 from bilevel.checks import check_choice, check_count
-from bilevel.errors import ArgumentTypeError, MissingExtraError, RunError
+from bilevel.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    MissingExtraError,
+    RunError,
+)
 from bilevel.methods import Info, Method
+from bilevel.methods.base import Stateful
 from bilevel.problem import Problem
-from bilevel.solver import Solver
+from bilevel.solver import MISFITS, Solver, refuse_others
 from bilevel.streams import DirectionSize
 
 if TYPE_CHECKING:
@@ -37,6 +45,7 @@ class Outcome(Enum):
 
     COMPLETED = "all steps were taken"
     STOPPED = "the callback asked to stop"
+    INTERRUPTED = "Ctrl-C or SIGTERM asked to stop"
     BROKEN = "an error ended the run"
 
 
@@ -51,7 +60,7 @@ class Result:
         history: arrays of one length, one entry per recorded step: "step", "seconds", "upper",
             "lower", "gap", "multiplier", "direction_norm", "lower_lr", "upper_lr"; see
             :class:`bilevel.methods.Info`.
-        steps: how many outer steps were taken.
+        steps: how many outer steps were taken, those before a checkpoint included.
         seconds: how long they took.
         outcome: how the run ended.
         selected_step: k of the returned point x_k; equals ``steps`` for the last iterate.
@@ -99,6 +108,7 @@ def minimize(
     callback: Callback | None = None,
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
+    checkpoint: CheckpointLike | None = None,
 ) -> Result:
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
@@ -113,6 +123,17 @@ def minimize(
         select: which iterate to return. "last"; "best": with the lowest recorded f (on
             minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
             iterate for which the paper's theorems are stated.
+        checkpoint: a folder in which the run is saved every minute, at its start and at its end
+            (needs ``bilevel[checkpoint]``), or a :class:`bilevel.Checkpoint`, which says how often.
+            Called again with the same arguments, the run goes on from the newest file that is there
+            and sound, and ends with the same bits as one that was never stopped; a run that is
+            complete returns at once, and with more ``steps`` goes on, as does one that its callback
+            ended. Files of another run are
+            refused, see :meth:`bilevel.Solver.load`. If a file cannot be written later on (the disk
+            is full, say), the run goes on after a :class:`bilevel.errors.CheckpointWarning`.
+            With a checkpoint Ctrl-C or SIGTERM ends the run after the step that is being taken,
+            with everything saved and the outcome INTERRUPTED; a second one ends it at once. (This
+            is so in the main thread, where the program has no handlers of its own.)
 
     Returns:
         A :class:`Result`. A run that meets a non-finite number, or whose data ends, raises an
@@ -130,53 +151,143 @@ def minimize(
     check_choice("select", select, SELECTORS)
     if callback is not None and not callable(callback):
         raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
-    solver = Solver(
-        problem,
-        method,
-        x0,
-        y0,
-        upper_data=upper_data,
-        lower_data=lower_data,
-        batch_size=batch_size,
-        direction_batch_size=direction_batch_size,
-        chunk_size=chunk_size,
-        seed=seed,
-        compile=compile,
-        device=device,
-    )
-    recorder = _Recorder(solver, steps, record_every)
-    selector = SELECTORS[select](solver, seed)
-    meter = _meter(steps) if progress else None
-    outcome = Outcome.COMPLETED
-    start = time.perf_counter()
+    choices = None if checkpoint is None else checkpoint_of(checkpoint)
+    interrupts = Interrupts()
+    with nullcontext() if choices is None else interrupts:
+        solver = Solver(
+            problem,
+            method,
+            x0,
+            y0,
+            upper_data=upper_data,
+            lower_data=lower_data,
+            batch_size=batch_size,
+            direction_batch_size=direction_batch_size,
+            chunk_size=chunk_size,
+            seed=seed,
+            compile=compile,
+            device=device,
+        )
+        recorder = _Recorder(solver, steps, record_every)
+        selector = SELECTORS[select](solver, seed)
+        clock = _Clock()
+        keeper = None
+        if choices is not None:
+            parts: dict[str, Stateful] = {
+                "recorder": recorder,
+                "selector": selector,
+                "clock": clock,
+            }
+            keeper = _Keeper(Folder(choices), solver, parts)
+            keeper.begin(steps, {"record_every": int(record_every), "select": select})
+        meter = meter_of(steps) if progress else None
+        outcome = Outcome.COMPLETED
 
-    def result() -> Result:
-        x, y, selected = selector.point()
-        seconds = time.perf_counter() - start
-        return Result(x, y, recorder.history(), solver.k, seconds, outcome, selected)
+        def result() -> Result:
+            x, y, selected = selector.point()
+            return Result(x, y, recorder.history(), solver.k, clock.seconds, outcome, selected)
 
-    with meter or nullcontext():
-        for k in range(steps):
-            recorded = k % record_every == 0 or k == steps - 1
-            selector.before(recorded)
+        @contextmanager
+        def telling() -> Iterator[None]:
+            """For steps: one that breaks hands over the run up to there."""
+            nonlocal outcome
             try:
-                info = solver.step(measure=recorded)
-                if k == steps - 1 or callback is not None or not selector.patient:
-                    solver.settle()
+                yield
             except RunError as error:
                 outcome = Outcome.BROKEN
                 error.result = result()
                 raise
-            selector.after(info)
-            if not recorded:
-                continue
-            recorder.add(info, time.perf_counter() - start)
-            if meter is not None:
-                meter.show(info)
-            if callback is not None and callback(solver, info):
-                outcome = Outcome.STOPPED
-                break
-    return result()
+
+        with meter or nullcontext():
+            for k in range(solver.k, steps):
+                if interrupts.asked:
+                    break
+                recorded = k % record_every == 0 or k == steps - 1
+                selector.before(recorded)
+                with telling():
+                    info = solver.step(measure=recorded)
+                    last = k == steps - 1  # which is saved below
+                    due = keeper is not None and not last and keeper.folder.due(k + 1)
+                    if last or callback is not None or due or not selector.patient:
+                        solver.settle()
+                selector.after(info)
+                if recorded:
+                    recorder.add(info, clock.seconds)
+                    if meter is not None:
+                        meter.show(info)
+                    if callback is not None and callback(solver, info):
+                        outcome = Outcome.STOPPED
+                        break
+                if due and keeper is not None:
+                    keeper.save()
+            with telling():
+                solver.settle()
+            if keeper is not None:
+                keeper.save()
+        if interrupts.asked:
+            outcome = Outcome.INTERRUPTED
+        return result()
+
+
+class _Clock:
+    """The seconds of a run, those before a checkpoint included."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start = time.perf_counter() - state["seconds"]
+
+
+class _Keeper:
+    """Saves a run to its folder, and brings it to where the newest file there was saved."""
+
+    def __init__(self, folder: Folder, solver: Solver, parts: Mapping[str, Stateful]) -> None:
+        self.folder = folder
+        self._solver = solver
+        self._parts = parts
+        self._settings: dict[str, Any] = {}
+
+    def begin(self, steps: int, settings: dict[str, Any]) -> None:
+        """Go on from the newest file; where there is none, write the first."""
+        self._settings = settings
+        newest = self.folder.newest()
+        if newest is None:
+            self.folder.save(0, self._content)  # what cannot be saved should not be begun
+            return
+        path, content = newest
+        if "run" not in content:
+            raise CheckpointError(path, "it was written by Solver.save, not by minimize")
+        try:
+            refuse_others(path, content["run"]["settings"], settings)
+            self._solver.restore(path, content)
+            if self._solver.k > steps:
+                raise CheckpointError(
+                    path, f"{self._solver.k} steps were taken, which is more than steps={steps}"
+                )
+            for name, part in self._parts.items():
+                part.load_state_dict(content["run"][name])
+        except CheckpointError:
+            raise
+        except MISFITS as error:
+            raise CheckpointError(
+                path, f"its run does not fit this one ({type(error).__name__}: {error})"
+            ) from error
+
+    def save(self) -> None:
+        """Write a file for the steps taken so far, if that can be done."""
+        self.folder.try_to_save(self._solver.k, self._content)
+
+    def _content(self) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**self._solver.snapshot(), "run": {"settings": self._settings, **parts}}
 
 
 class _Recorder:
@@ -184,6 +295,8 @@ class _Recorder:
 
     def __init__(self, solver: Solver, steps: int, every: int) -> None:
         self._solver = solver
+        self._steps = steps
+        self._every = every
         rows = -(-steps // every) + 1
         device = solver.state.x.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -197,6 +310,20 @@ class _Recorder:
         told = [getattr(info, name) for name in TOLD]
         self._told[self._rows] = info.step, seconds, *told
         self._rows += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "measured": self._measured[: self._rows].clone(),
+            "told": torch.from_numpy(self._told[: self._rows].copy()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        steps = state["told"][:, 0]
+        # the last step of a run that was to be shorter is none that this one records
+        kept = (steps % self._every == 0) | (steps == self._steps - 1)
+        self._rows = int(kept.sum())
+        self._measured[: self._rows] = state["measured"][kept].to(self._measured)
+        self._told[: self._rows] = state["told"][kept].numpy()
 
     def history(self) -> History:
         told = self._told[: self._rows]
@@ -232,6 +359,13 @@ class _Last:
         """x, y and the k of x."""
         return self.solver.x, self.solver.y, self.solver.k
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the choice so far depends on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
 
 class _Kept(_Last):
     """Return a kept pair (x_k, z_{k+1}): z_{k+1} is the lower solution that belongs to x_k."""
@@ -251,6 +385,14 @@ class _Kept(_Last):
         if self._k is None:
             return super().point()
         return self._x.detached(), self._y.detached(), self._k
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": self._x.state_dict(), "y": self._y.state_dict(), "k": self._k}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._x.load_state_dict(state["x"])
+        self._y.load_state_dict(state["y"])
+        self._k = state["k"]
 
 
 class _Random(_Kept):
@@ -273,6 +415,13 @@ class _Random(_Kept):
             self._x.assign(self._candidate)
             self._keep_y()
             self._k = info.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"choice": self._choice.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._choice.bit_generator.state = state["choice"]
 
 
 class _Best(_Kept):
@@ -297,11 +446,19 @@ class _Best(_Kept):
             self._keep_y()
             self._k = info.step
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"lowest": self._lowest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._lowest = state["lowest"]
+
 
 SELECTORS: dict[str, type[_Last]] = {"last": _Last, "best": _Best, "random": _Random}
 
 
-def _meter(steps: int) -> Any:
+def meter_of(steps: int) -> Any:
+    """A bar for that many steps."""
     try:
         from bilevel.progress import Meter
     except ImportError:

@@ -18,10 +18,10 @@ Nothing is ever differentiated twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,6 +95,33 @@ class Problem:
         """The lower objective, checked to be a scalar."""
         return _scalar("lower", self.lower(x.value, y.value, batch))
 
+    def values(
+        self, x: Variable, terms: Sequence[Term], rewind: Callable[[], None] | None
+    ) -> Iterable[Tensor]:
+        """The objectives at several points, each evaluated when it is asked for.
+
+        With ``rewind`` all of them draw the same at random.
+        """
+        for number, term in enumerate(terms):
+            if number and rewind is not None:
+                rewind()
+            objective = self.f if term.level == "upper" else self.g
+            yield objective(x, term.y, term.batch)
+
+    def combine(
+        self,
+        upper: Tensor | None,
+        lower: Tensor | None,
+        terms: dict[str, Tensor],
+        leaves: list[Tensor],
+    ) -> Phi:
+        """Phi, of what :meth:`values` gave."""
+        return Phi(upper, lower, terms, leaves)
+
+    def watch(self, step: int, device: torch.device, before: Watch | None = None) -> Watch:
+        """What looks after the numbers of one outer step; ``before``: that of the step before."""
+        return Watch(step, at_once=device.type == "cpu", before=before)
+
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
         return projections(x, "x_set", self.x_set)
@@ -124,6 +151,30 @@ class Problem:
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
                     )
+
+
+class Term(NamedTuple):
+    """One term of Phi.
+
+    Attributes:
+        level: "upper" for f, "lower" for g.
+        y: where it is evaluated.
+        batch: on what.
+        share: of the batch in a larger one.
+        weight: u_i or w_i.
+        last: whether the point has no further one.
+    """
+
+    level: Literal["upper", "lower"]
+    y: Variable
+    batch: Any
+    share: float = 1.0
+    weight: float = 1.0
+    last: bool = True
+
+    def name(self, x: Variable) -> str:
+        """What messages call it."""
+        return f"{self.level}({x.name}, {self.y.name})"
 
 
 @dataclass(frozen=True)
@@ -287,13 +338,13 @@ def evaluate(
     """
     upper = lower = None
     terms: dict[str, Tensor] = {}
-    for name, u, w, value in _terms(problem, stencil, x, points, samples, rewind):
-        terms[name] = value
-        if u:
-            upper = _added(upper, u, value)
+    for term, value in _terms(problem, stencil, x, points, samples, rewind):
+        terms[term.name(x)] = value
+        if term.level == "upper":
+            upper = _added(upper, term.weight, value)
         else:
-            lower = _added(lower, w, value)
-    return Phi(upper, lower, terms, _leaves(x, points))
+            lower = _added(lower, term.weight, value)
+    return problem.combine(upper, lower, terms, _leaves(x, points))
 
 
 def accumulate(
@@ -304,19 +355,50 @@ def accumulate(
     samples: Sequence[Sample],
     multiplier: float,
     watch: Watch,
+    done: Callable[[Variable], None] | None = None,
+    kept_as: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
 
     The activations of only one term are alive at a time. Returned are the terms.
+
+    Args:
+        problem, stencil, x, points, samples, multiplier, watch: as there.
+        done: called with each point when its gradient is complete; it may move the point.
+        kept_as: how the gradient of a point's first term is kept while the next is differentiated.
     """
     terms: dict[str, Tensor] = {}
     leaves = _leaves(x, points)
-    for name, u, w, value in _terms(problem, stencil, x, points, samples, None):
-        watch.scalar(value, {name: value})
-        terms[name] = value.detach()
+    kept: list[Tensor] | None = None
+    for term, value in _terms(problem, stencil, x, points, samples, None):
+        watch.scalar(value, {term.name(x): value})
+        terms[term.name(x)] = value.detach()
+        scaled = None
         if value.requires_grad:
-            (u * value if u else multiplier * w * value).backward(inputs=leaves)  # type: ignore[no-untyped-call]
+            weight = term.weight if term.level == "upper" else multiplier * term.weight
+            scaled = weight * value
+            scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+        del value, scaled  # the last that holds on to the activations
+        point = term.y
+        if not term.last:
+            # aside, not on the leaves: there every gradient of the next term is added by itself
+            kept = _kept(point, kept_as)
+        else:
+            if kept is not None:
+                with torch.no_grad():
+                    point.set_grads(added(point.grads(), kept))
+                kept = None
+            if done is not None:
+                done(point)
     return terms
+
+
+def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
+    """The gradients, taken off the leaves, dense ones in the given type; None: there are none."""
+    if not any(leaf.requires_grad for leaf in point.leaves):
+        return None
+    grads = point.take_grads()
+    return grads if dtype is None else [g if g.is_sparse else g.to(dtype) for g in grads]
 
 
 def _terms(
@@ -326,27 +408,23 @@ def _terms(
     points: Sequence[Variable],
     samples: Sequence[Sample],
     rewind: Callable[[], None] | None,
-) -> Iterator[tuple[str, float, float, Tensor]]:
-    """Each term of Phi: its name, its weight as f and as g (one of them 0), and its value."""
+) -> Iterator[tuple[Term, Tensor]]:
+    """Each term of Phi, point by point, and its value, weighted by the share of its sample."""
     if rewind is None:
         rewind = Rewind(x.device)
     else:
         rewind()
-    shared = all(sample is samples[0] for sample in samples)
-    first = True
+    terms = []
     for u, w, y, sample in zip_longest(stencil.upper, stencil.lower, points, samples):
         if u and sample.upper_share:
-            if shared and not first:
-                rewind()
-            first = False
-            value = _scaled(sample.upper_share, problem.f(x, y, sample.upper))
-            yield f"upper({x.name}, {y.name})", u, 0.0, value
+            last = not (w and sample.lower_share)
+            terms.append(Term("upper", y, sample.upper, sample.upper_share, u, last))
         if w and sample.lower_share:
-            if shared and not first:
-                rewind()
-            first = False
-            value = _scaled(sample.lower_share, problem.g(x, y, sample.lower))
-            yield f"lower({x.name}, {y.name})", 0.0, w, value
+            terms.append(Term("lower", y, sample.lower, sample.lower_share, w))
+    shared = all(sample is samples[0] for sample in samples)
+    values = iter(problem.values(x, terms, rewind if shared else None))
+    for term in terms:  # nothing here holds on to a value: whoever is done with it needs the memory
+        yield term, _scaled(term.share, next(values))
 
 
 def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:

@@ -2,21 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+import platform
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import bilevel
+from bilevel.checkpoint import read, settings, write
 from bilevel.checks import check_count
 from bilevel.compiled import program_for
-from bilevel.errors import ArgumentError, ArgumentTypeError, RunError, StateError
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointWarning,
+    RunError,
+    StateError,
+)
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
 from bilevel.streams import DirectionSize, Draw, stream_of
-from bilevel.variables import Variable
+from bilevel.variables import Variable, buffers_kept
+
+MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
+"""What is raised by taking over a state of another structure."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the batches of a run are drawn from, and how many samples are in them.
+
+    The arguments are described where a user meets them, in :class:`Solver`.
+    """
+
+    upper_data: Any = None
+    lower_data: Any = None
+    batch_size: int | None = None
+    direction_batch_size: DirectionSize = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+        if self.chunk_size is not None:
+            check_count("chunk_size", self.chunk_size)
+        if self.direction_batch_size is not None and self.direction_batch_size != "all":
+            check_count("direction_batch_size (unless it is 'all')", self.direction_batch_size)
+        for name in ("batch_size", "direction_batch_size", "chunk_size"):
+            size = getattr(self, name)
+            if size is not None and self.upper_data is None and self.lower_data is None:
+                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
+        if self.chunk_size is not None and self.direction_batch_size is None:
+            raise ArgumentError(
+                f"chunk_size={self.chunk_size!r} is for the parts of a larger batch behind the x "
+                f"direction; give direction_batch_size too"
+            )
+
+    def draw(
+        self, seed: int, place: torch.device | None, home: torch.device
+    ) -> tuple[Draw, PrivateRandomness]:
+        """The samples of the run with that seed, and what its objectives draw at random.
+
+        Batches go to ``place``, None: they stay where they are; x lies at ``home``.
+        """
+        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+        upper, lower = (
+            stream_of(
+                name,
+                getattr(self, name),
+                batch_size=self.batch_size,
+                direction_batch_size=self.direction_batch_size,
+                seed=stream_seed >> 1,
+                device=place,
+                home=home,
+            )
+            for name, stream_seed in zip(("upper_data", "lower_data"), seeds, strict=False)
+        )
+        if self.batch_size is not None and not (upper.sampled_here or lower.sampled_here):
+            own = [
+                f"{name} ({type(data).__name__})"
+                for name, data in (("upper_data", self.upper_data), ("lower_data", self.lower_data))
+                if data is not None
+            ]
+            raise ArgumentError(
+                f"batch_size={self.batch_size!r} is for data that is sampled here, but "
+                f"{' and '.join(own)} brings its own batches; leave batch_size out"
+            )
+        chunk = self.batch_size if self.chunk_size is None else self.chunk_size
+        draw = Draw(upper, lower, self.direction_batch_size, chunk)
+        return draw, PrivateRandomness(seeds[2] >> 1, home)
+
+    def described(self) -> dict[str, Any]:
+        """What it is, for checkpoints."""
+        data = {
+            name: settings.of_data(getattr(self, name)) for name in ("upper_data", "lower_data")
+        }
+        sizes = ("batch_size", "direction_batch_size", "chunk_size")
+        return data | {name: settings.described(getattr(self, name)) for name in sizes}
+
+
+def start_at(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variable, Variable]:
+    """The variables of a run, copied from where it starts."""
+    x = Variable.copy_of(x0, "x", place)
+    y = Variable.copy_of(y0, "y", place)
+    if x.device != y.device:
+        raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
+    for variable, name in ((x, "x0"), (y, "y0")):
+        for path, leaf in zip(variable.names, variable.leaves, strict=True):
+            if not bool(torch.isfinite(leaf).all()):
+                where = name + path.removeprefix(variable.name)
+                raise ArgumentError(f"{where} holds a number that is not finite")
+    return x, y
 
 
 class Solver:
@@ -73,75 +178,27 @@ class Solver:
     ) -> None:
         if not isinstance(problem, Problem):
             raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        if chunk_size is not None:
-            check_count("chunk_size", chunk_size)
-        if direction_batch_size is not None and direction_batch_size != "all":
-            check_count("direction_batch_size (unless it is 'all')", direction_batch_size)
-        for name, size in (
-            ("batch_size", batch_size),
-            ("direction_batch_size", direction_batch_size),
-            ("chunk_size", chunk_size),
-        ):
-            if size is not None and upper_data is None and lower_data is None:
-                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
-        if chunk_size is not None and direction_batch_size is None:
-            raise ArgumentError(
-                f"chunk_size={chunk_size!r} is for the parts of a larger batch behind the x "
-                f"direction; give direction_batch_size too"
-            )
+        sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
         check_count("seed", seed, least=0)
         if not isinstance(compile, bool):
             raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
         self.problem = problem
         self.method = method_of(method)
         place = None if device is None else torch.device(device)
-        x = Variable.copy_of(x0, "x", place)
-        y = Variable.copy_of(y0, "y", place)
-        if x.device != y.device:
-            raise ArgumentError(
-                f"x0 is on {x.device} and y0 on {y.device}; move one, or give device="
-            )
-        for variable, name in ((x, "x0"), (y, "y0")):
-            for path, leaf in zip(variable.names, variable.leaves, strict=True):
-                if not bool(torch.isfinite(leaf).all()):
-                    where = name + path.removeprefix(variable.name)
-                    raise ArgumentError(f"{where} holds a number that is not finite")
-        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
-        self._randomness = PrivateRandomness(seeds[2] >> 1, x.device)
-        upper, lower = (
-            stream_of(
-                name,
-                data,
-                batch_size=batch_size,
-                direction_batch_size=direction_batch_size,
-                seed=stream_seed >> 1,
-                device=place,
-                home=x.device,
-            )
-            for name, data, stream_seed in (
-                ("upper_data", upper_data, seeds[0]),
-                ("lower_data", lower_data, seeds[1]),
-            )
-        )
-        if batch_size is not None and not (upper.sampled_here or lower.sampled_here):
-            own = [
-                f"{name} ({type(data).__name__})"
-                for name, data in (("upper_data", upper_data), ("lower_data", lower_data))
-                if data is not None
-            ]
-            raise ArgumentError(
-                f"batch_size={batch_size!r} is for data that is sampled here, but "
-                f"{' and '.join(own)} brings its own batches; leave batch_size out"
-            )
-        self.draw = Draw(
-            upper, lower, direction_batch_size, batch_size if chunk_size is None else chunk_size
-        )
+        x, y = start_at(x0, y0, place)
+        self.draw, self._randomness = sampling.draw(seed, place, x.device)
         self.method.check(problem, self.draw, x)
         with self._randomness:
-            problem.check(x, y, upper.peek(), lower.peek())
+            problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
             self.state: State = self.method.init(problem, x, y)
+        self._made = {
+            "seed": int(seed),
+            "device": x.device.type,
+            **sampling.described(),
+            "x": settings.of_variable(x),
+            "y": settings.of_variable(y),
+            "optimizers": settings.of_optimizers(self.state),
+        }
         self._program = None
         if compile:
             self._program = program_for(problem, self.method, self.state, self.draw)
@@ -179,13 +236,14 @@ class Solver:
     def settle(self) -> None:
         """Wait until all steps are computed.
 
-        Compiled steps on a GPU return before they are. A number that is not finite is then told by
-        one of the next steps, by this, or when x, y or the state are read. Nothing has moved since,
-        and k is again the number of the step that met it.
+        Steps on a GPU may return before they are. A number that is not finite is then told by one
+        of the next steps, by this, or when x, y or the state are read. Nothing has moved since, and
+        k is again the number of the step that met it.
         """
-        if self._program is not None:
-            with self._running():
+        with self._running():
+            if self._program is not None:
                 self._program.settle()
+            self.state.settle()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -231,7 +289,7 @@ class Solver:
         before = self.state_dict()
         try:
             self._load(state)
-        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        except MISFITS as error:
             self._load(before)
             if isinstance(error, StateError):
                 raise
@@ -245,3 +303,146 @@ class Solver:
         with self._randomness:
             self.draw.load_state_dict(state["draw"])
         self._randomness.load_state_dict(state["randomness"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Put the state into one file, from which :meth:`load` goes on bit for bit.
+
+        The file is there whole or not at all, whenever the program may be killed, and holds a
+        checksum. Tensors are in the safetensors format, everything else is JSON (needs
+        ``bilevel[checkpoint]``).
+
+        Raises:
+            OutputError: it cannot be written; what was there before is there still.
+            StateError: an optimizer of the user's own holds what cannot be saved.
+
+        Example:
+            >>> import tempfile, bilevel
+            >>> problem = bilevel.problems.Quadratic(seed=0)
+            >>> solver = bilevel.Solver(problem, "f2sa", problem.x0, problem.y0)
+            >>> for _ in range(3):
+            ...     info = solver.step()
+            >>> again = bilevel.Solver(problem, "f2sa", problem.x0, problem.y0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     solver.save(f"{folder}/state.safetensors")
+            ...     again.load(f"{folder}/state.safetensors")
+            >>> again.k, float(again.step().upper) == float(solver.step().upper)
+            (3, True)
+        """
+        write(Path(path), self.snapshot())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file that :meth:`save` or :func:`bilevel.minimize` wrote.
+
+        The solver has to be made with the same arguments (x0 and y0 may hold other numbers). A file
+        that is damaged or of another run is refused, and the solver is as it was before. Whether
+        the objectives and the data are the same is seen from the values that f and g have at the
+        saved point, on samples that can be drawn again. Nothing in the file is ever executed.
+
+        Raises:
+            CheckpointError: the message names the file and the reason.
+        """
+        self.restore(Path(path), read(Path(path)))
+
+    def snapshot(self) -> dict[str, Any]:
+        """What goes into a checkpoint: the state, what made it, and f and g at its point."""
+        return {
+            "settings": self._settings(),
+            "versions": _versions(),
+            "solver": self.state_dict(),
+            "values": self._values(),
+        }
+
+    def restore(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Go on from what :func:`bilevel.checkpoint.read` found in a file."""
+        missing = [part for part in ("settings", "solver", "values") if part not in content]
+        if missing:
+            raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
+        refuse_others(path, content["settings"], self._settings())
+        before = self.state_dict()
+        try:
+            self.load_state_dict(content["solver"])
+            self._check_values(path, content["values"])
+        except CheckpointError:
+            self._load(before)
+            raise
+        except StateError as error:
+            raise CheckpointError(path, str(error)) from error
+        _tell_versions(path, content.get("versions", {}))
+
+    def _settings(self) -> dict[str, Any]:
+        problem = {
+            "kind": type(self.problem).__qualname__,
+            **{name: settings.described(getattr(self.problem, name)) for name in _PROBLEM},
+        }
+        return {"problem": problem, "method": settings.of_method(self.method), **self._made}
+
+    def _values(self) -> dict[str, float | None]:
+        """The values of f and g at this point; None where there is no sample to come back to."""
+        self.settle()
+        x, y = self.state.x, self.state.solution
+        found: dict[str, float | None] = {}
+        cuda = [x.device] if x.device.type == "cuda" else []
+        levels = (
+            ("upper", self.problem.f, self.draw.upper),
+            ("lower", self.problem.g, self.draw.lower),
+        )
+        with self._randomness, torch.no_grad():
+            for name, objective, stream in levels:
+                found[name] = None
+                if stream.probed:
+                    with buffers_kept(x, y), torch.random.fork_rng(cuda):
+                        found[name] = float(objective(x, y, stream.peek()))
+        return found
+
+    def _check_values(self, path: Path, there: Mapping[str, float | None]) -> None:
+        """Refuse a state whose f and g are not those of this problem and these data."""
+        here = self._values()
+        if (
+            here == there or here != self._values()
+        ):  # a function with a mind of its own says nothing
+            return
+        tolerance = math.sqrt(torch.finfo(self.state.solution.leaves[0].dtype).eps)
+        for name, value in here.items():
+            other = there.get(name)
+            if value is None or other is None or math.isnan(value):
+                continue
+            if not math.isclose(value, other, rel_tol=tolerance, abs_tol=tolerance):
+                raise CheckpointError(
+                    path,
+                    f"{name}(x, y) was {other!r} at the saved point and is {value!r} here: the "
+                    f"objectives or the data are others",
+                )
+
+
+_PROBLEM = ("upper", "lower", "x_set", "y_set")
+
+
+def refuse_others(path: Path, there: Any, here: Any) -> None:
+    """Raise, naming what differs, unless a file was made with these settings."""
+    found = settings.differences(there, here)
+    if found:
+        more = f", and {len(found) - settings.SHOWN} more" if len(found) > settings.SHOWN else ""
+        raise CheckpointError(
+            path, f"it is of another run: {'; '.join(found[: settings.SHOWN])}{more}"
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "bilevel": bilevel.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _tell_versions(path: Path, there: Mapping[str, str]) -> None:
+    """Warn where another version may round otherwise."""
+    for name, version in _versions().items():
+        if name in ("bilevel", "torch") and there.get(name) != version:
+            warnings.warn(
+                f"the checkpoint {str(path)!r} was written with {name} {there.get(name)} and is "
+                f"read with {version}; the run goes on, but perhaps not bit for bit",
+                CheckpointWarning,
+                stacklevel=4,
+            )

@@ -174,18 +174,21 @@ class Indexed(Stream):
             return
         count = self._length if size == "all" else size
         indices = None if size == "all" else self._indices(count)
-        chunk = count if chunk is None else chunk
-        for start in range(0, count, chunk):
-            stop = min(start + chunk, count)
-            rows = slice(start, stop) if indices is None else indices[start:stop]
-            yield self._take(rows), (stop - start) / count
+        for part, share in in_parts(count, chunk):
+            yield self._take(part if indices is None else indices[part]), share
 
     def _indices(self, count: int) -> Tensor:
-        if self._used + count > len(self._block):
+        self._advance(count)
+        return self._block[self._used - count : self._used]
+
+    def _advance(self, count: int) -> bool:
+        """Give out that many numbers of rows, the last used of the block; True: of a new block."""
+        refilled = self._used + count > len(self._block)
+        if refilled:
             self._block_state = self._generator.get_state()
             self._refill(max(count, _BLOCK))
         self._used += count
-        return self._block[self._used - count : self._used]
+        return refilled
 
     def _refill(self, size: int) -> None:
         device = self._generator.device
@@ -233,6 +236,25 @@ class Rows(Indexed):
         if self._used + batches * size <= len(self._block):
             return self._indices(batches * size).view(batches, size)
         return torch.stack([self._indices(size) for _ in range(batches)])
+
+
+class Numbers:
+    """The numbers of rows that several streams give out, one stream per row.
+
+    The streams move on as if each had given out its own. They have given out equally many before.
+    """
+
+    def __init__(self, streams: Sequence[Indexed]) -> None:
+        self._streams = streams
+        self._blocks = torch.stack([stream._block for stream in streams])
+
+    def next(self, count: int) -> Tensor:
+        """The next ``count`` numbers of each."""
+        refilled = [stream._advance(count) for stream in self._streams]
+        if refilled[0]:
+            self._blocks = torch.stack([stream._block for stream in self._streams])
+        used = self._streams[0]._used
+        return self._blocks[:, used - count : used]
 
 
 class Sampled(Stream):
@@ -556,6 +578,14 @@ def _check_sizes(
             f"direction_batch_size={direction_batch_size} is more than the {length} samples of "
             f"{name}; use 'all' for every sample once"
         )
+
+
+def in_parts(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
+    """``count`` rows in parts of ``chunk``, None: in one; each with its share of all."""
+    chunk = count if chunk is None else chunk
+    for start in range(0, count, chunk):
+        stop = min(start + chunk, count)
+        yield slice(start, stop), (stop - start) / count
 
 
 def take_rows(data: Any, rows: Tensor | slice) -> Any:

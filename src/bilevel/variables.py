@@ -142,6 +142,13 @@ class Variable:
         return [buffer for module in self._modules for buffer in module.buffers()]
 
     @property
+    def fixed(self) -> list[Tensor]:
+        """What else the modules in the structure hold: parameters that are not moved, buffers."""
+        moved = {id(leaf) for leaf in self.leaves}
+        parameters = (p for module in self._modules for p in module.parameters())
+        return [*(p for p in parameters if id(p) not in moved), *self.buffers]
+
+    @property
     def device(self) -> torch.device:
         """Where the leaves lie."""
         return self.leaves[0].device
@@ -200,6 +207,10 @@ class Variable:
             return
         require_finite(step, self.gradient_names, grads)
         raise NonFiniteError(step, f"the step of {self.name}")
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """The Euclidean norm of gradients of the leaves."""
+        return norm(grads)
 
     @torch.no_grad()
     def assign(self, other: Variable) -> None:
@@ -357,9 +368,15 @@ def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
         total = torch.stack(torch._foreach_norm(tensors)).sum()
     if math.isfinite(total.item()):
         return
-    for name, tensor in zip(names, tensors, strict=True):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(step, name)
+    name = first_not_finite(names, tensors)
+    if name is not None:
+        raise NonFiniteError(step, name)
+
+
+def first_not_finite(names: Sequence[str], tensors: Sequence[Tensor]) -> str | None:
+    """The name of the first tensor that holds a number that is not finite, if one does."""
+    named = zip(names, tensors, strict=True)
+    return next((name for name, t in named if not bool(torch.isfinite(t).all())), None)
 
 
 def largest_entries(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,19 +18,21 @@ class Watch:
 
     Looked at ``at_once``, a number that is not finite stops the run there and then. That is right
     on a CPU, where looking costs nothing. A device would have to be waited for; there what is seen
-    is only noted, from the first bad number on every gradient is zero, so that nothing moves any
-    more, and :meth:`read` stops the run at the end of the step.
+    is only noted, from the first bad number on nothing moves any more, because updates are told
+    :attr:`bad`, and :meth:`read` stops the run at the end of the step or later.
 
     Args:
         step: k, for the message.
         at_once: whether to look as soon as there is something to see.
+        before: of the step before, if that was not read yet: what is bad there is bad here.
     """
 
-    def __init__(self, step: int, *, at_once: bool) -> None:
+    def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
         self._step = step
         self._at_once = at_once
         self._notes: list[tuple[list[str], Tensor]] = []
-        self._fine: Tensor | None = None
+        self._fine: Tensor | None = None if before is None else before._fine
+        self._posted: tuple[Tensor, torch.cuda.Event] | None = None
 
     def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
         """A scalar that is about to be differentiated, and the named terms that it is made of."""
@@ -49,11 +51,10 @@ class Watch:
         self._fine = fine if self._fine is None else self._fine & fine
         self._notes.append((names, seen))
 
-    def gradients(self, moves: Sequence[tuple[Variable, float]], *, last: bool = False) -> None:
+    def gradients(self, moves: Sequence[tuple[Variable, float]]) -> None:
         """Variables with gradients on their leaves, each with the length of the step to come.
 
-        A step along them must not overflow either. Where they are the ``last`` of an outer step,
-        all that was noted is read before anything moves, and no gradient has to be zeroed.
+        A step along them must not overflow either.
         """
         grads = [grad for variable, _ in moves for grad in entries(variable.grads())]
         if self._at_once:
@@ -66,12 +67,6 @@ class Watch:
             return
         for variable, rate in moves:
             self.peaks(variable, entries(variable.grads()), rate)
-        if last:
-            self.read()
-            return
-        bad = ~self.fine
-        for grad in grads:
-            grad.masked_fill_(bad, 0.0)
 
     def peaks(self, variable: Variable, grads: Sequence[Tensor], rate: float | Tensor) -> None:
         """Note the largest entry of each gradient, and of a step of length ``rate`` along them."""
@@ -81,16 +76,30 @@ class Watch:
         self.numbers([*variable.gradient_names, f"the step of {variable.name}"], [*peaks, step])
 
     @property
-    def fine(self) -> Tensor:
-        """Whether all that was noted so far is finite, as a 0-dimensional tensor."""
-        assert self._fine is not None, "nothing was noted"
-        return self._fine
+    def bad(self) -> Tensor | None:
+        """Whether something noted so far is not finite, on the device; None: nothing is."""
+        return None if self._fine is None else ~self._fine
+
+    def post(self) -> None:
+        """Have the answer brought from the device, so that :meth:`read` waits for no later work."""
+        if self._fine is not None and self._fine.is_cuda:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(self._fine, non_blocking=True)
+            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record()
+            self._posted = answer, there
 
     def read(self) -> None:
         """Raise :class:`~bilevel.errors.NonFiniteError` for the first bad number of the notes."""
-        if self._fine is None or bool(self._fine):
+        if self._posted is not None:
+            answer, there = self._posted
+            there.synchronize()
+            fine = bool(answer)
+        else:
+            fine = self._fine is None or bool(self._fine)
+        if fine:
             self._notes.clear()
-            self._fine = None  # what was read needs no second look
+            self._fine = self._posted = None  # what was read needs no second look
             return
         for names, values in self._notes:
             for name, value in zip(names, values.tolist(), strict=True):

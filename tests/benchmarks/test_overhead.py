@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +16,9 @@ def task() -> Task:
     return Task.random(200, 7, 3, "cpu", 0)
 
 
-def test_gradients_in_closed_form_are_those_of_autograd() -> None:
-    found, known = by_hand.closed_form(task())(20), by_hand.three_gradients(task())(20)
+@pytest.mark.parametrize("make", [by_hand.closed_form, by_hand.one_backward])
+def test_all_that_is_written_by_hand_takes_the_same_steps(make: Any) -> None:
+    found, known = make(task())(20), by_hand.three_gradients(task())(20)
     assert (known[0] - task().problem.x0).abs().max() > 1e-3
     torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-6)
 

@@ -16,4 +16,4 @@ def test_a_language_models_step_beside_a_plain_one() -> None:
     assert rows[0].ratio == 1
     assert len({row.parameters for row in rows}) == 1
     assert all(row.milliseconds > 0 and math.isnan(row.gigabytes) for row in rows)
-    assert lm.table(rows).row_count == 3
+    assert lm.table(rows).row_count == 4

@@ -81,7 +81,10 @@ VALUES: dict[str, Refused] = {
     "order": all_of(0, -2, 2.5, "2", True, says="must be a whole number of at least 2"),
     "warm_start": FLAG,
     "single_pass": FLAG,
-    "accumulate": FLAG,
+    "accumulate": FLAG
+    + all_of(
+        torch.int64, error=ArgumentTypeError, says="must be True, False or a floating point type"
+    ),
     "scheme": one_of("forward", "central", "midpoint"),
     "coupling": one_of("shared", "independent"),
     "recursion": one_of("separate", "combined"),

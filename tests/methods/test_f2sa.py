@@ -211,6 +211,77 @@ def test_terms_one_after_another_are_the_same_run(scheme: Any, coupling: Any) ->
     torch.testing.assert_close(ends[0].y, ends[1].y, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("inner_steps", [1, 3])
+def test_terms_one_after_another_in_a_single_pass(inner_steps: int) -> None:
+    problem = WeightedLogistic(train=40, trusted=20, dim=3)
+    ends = [
+        bilevel.minimize(
+            problem, problem.x0, problem.y0, steps=20, batch_size=7,
+            upper_data=problem.upper_data, lower_data=problem.lower_data,
+            method=bilevel.F2SA(
+                0.5, 5.0, multiplier=50.0, inner_steps=inner_steps, single_pass=True,
+                accumulate=one_by_one,
+            ),
+        )
+        for one_by_one in (False, True)
+    ]  # fmt: skip
+    torch.testing.assert_close(ends[0].x, ends[1].x, rtol=1e-11, atol=1e-12)
+    for name in ("upper", "lower", "gap", "direction_norm"):
+        found, known = (torch.from_numpy(end.history[name]) for end in ends)
+        torch.testing.assert_close(found, known, rtol=1e-8, atol=1e-12)
+
+
+class _Rounded(torch.autograd.Function):
+    """The identity, whose gradient is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].bfloat16().to(grads[0].dtype)
+
+
+def test_the_gradient_of_f_is_kept_in_the_given_type() -> None:
+    base = Quadratic(seed=0)
+    rounded: Any = _Rounded.apply
+    by_hand = bilevel.Problem(lambda x, y, b: base.upper(x, rounded(y), b), base.lower)
+    ends = [
+        bilevel.minimize(
+            problem,
+            base.x0,
+            base.y0,
+            steps=30,
+            method=bilevel.F2SA(0.1, 0.1, inner_steps=2, single_pass=True, accumulate=how),
+        ).x
+        for problem, how in ((by_hand, True), (base, torch.bfloat16), (base, True))
+    ]
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(ends[1], ends[2], rtol=1e-7)
+
+
+def test_terms_one_after_another_hold_one_gradient_at_a_time() -> None:
+    """A copy has moved, and its gradient is gone, when the next one is evaluated."""
+    base = Quadratic(seed=0)
+    seen: list[tuple[bool, bool]] = []
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        if solver is not None:
+            (first,) = solver.state.points[0].leaves
+            seen.append((first.grad is None, not torch.equal(first, base.y0)))
+        return base.lower(x, y, batch)
+
+    solver: Any = None
+    for how in (False, True, torch.bfloat16):
+        method = bilevel.F2SA(0.1, 0.1, inner_steps=1, single_pass=True, accumulate=how)
+        solver = bilevel.Solver(bilevel.Problem(base.upper, lower), method, base.x0, base.y0)
+        seen.clear()
+        solver.step(measure=False)
+        assert seen == [(True, False), (True, bool(how))]
+        solver = None
+
+
 def test_terms_one_after_another_hold_one_graph_at_a_time() -> None:
     alive, most = 0, 0
 

@@ -133,6 +133,7 @@ def run(
     makers: dict[str, Callable[[], Callable[[], None]]] = {
         "plain AdamW": lambda: _plain(size, device, compiled),
         "F2SA, terms one after another": lambda: _f2sa(size, device, compiled, True),
+        "the same, f's gradient in bf16": lambda: _f2sa(size, device, compiled, torch.bfloat16),
         "F2SA, one backward": lambda: _f2sa(size, device, compiled, False),
     }
     gigabytes: dict[str, float] = {}
@@ -181,7 +182,9 @@ def _plain(size: Size, device: str, compiled: bool) -> Callable[[], None]:
     return step
 
 
-def _f2sa(size: Size, device: str, compiled: bool, accumulate: bool) -> Callable[[], None]:
+def _f2sa(
+    size: Size, device: str, compiled: bool, accumulate: bool | torch.dtype
+) -> Callable[[], None]:
     loss = _loss(compiled, device)
     source = torch.arange(size.batch, device=device) % SOURCES
 

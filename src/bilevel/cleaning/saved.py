@@ -61,8 +61,8 @@ class CleanedModel:
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"].double(),
-            bias=parts["bias"].double(),
+            weight=parts["weight"],
+            bias=parts["bias"],
             sharpness=cleaner._sharpness,
         )
 
@@ -101,8 +101,8 @@ class CleanedModel:
     def save(self, folder: Path) -> None:
         """Write both files."""
         tensors = {
-            "weight": self.weight.float().numpy(),
-            "bias": self.bias.float().numpy(),
+            "weight": self.weight.numpy(),
+            "bias": self.bias.numpy(),
             **self.scaler.state(),
             **self.encoder.tensors(),
         }
@@ -145,8 +145,8 @@ def load_model(folder: str | Path) -> CleanedModel:
             classes=description["classes"],
             encoder=encoding.restored(description["features"], tensors),
             scaler=Scaler.restored(tensors),
-            weight=torch.from_numpy(tensors["weight"]).double(),
-            bias=torch.from_numpy(tensors["bias"]).double(),
+            weight=torch.from_numpy(tensors["weight"]),
+            bias=torch.from_numpy(tensors["bias"]),
             sharpness=float(description["sharpness"]),
         )
     except (KeyError, TypeError) as error:

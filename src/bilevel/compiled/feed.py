@@ -30,15 +30,6 @@ class Level:
                 size = (steps, samples, stream.batch_size)
                 self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
 
-    @property
-    def size(self) -> int:
-        """How many numbers one evaluation reads."""
-        if not isinstance(self._stream, Rows):
-            return 0
-        if self._numbers is None:
-            return self._stream.size
-        return self._numbers[0].numel() * self._stream.size // self._stream.length
-
     def fill(self) -> None:
         """Draw the minibatches of the next outer step."""
         if self._numbers is not None:
@@ -77,11 +68,6 @@ class Feed:
     def possible(draw: Draw) -> bool:
         """Whether the streams are of a kind that compiled code can read from."""
         return all(isinstance(stream, NoData | Rows) for stream in (draw.upper, draw.lower))
-
-    @property
-    def size(self) -> int:
-        """How many numbers one evaluation reads."""
-        return self._upper.size + self._lower.size
 
     def fill(self) -> None:
         """Draw the samples of the next outer step."""

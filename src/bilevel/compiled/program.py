@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
@@ -33,17 +32,12 @@ from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
 from bilevel.errors import CompileWarning
 from bilevel.methods import Info, Method, State
 from bilevel.methods.f2sa import F2SA, F2SAState
-from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
 from bilevel.variables import buffers_kept, held
 
 OLDEST_TORCH = (2, 11)  # earlier ones do not trace torch.autograd.grad
-
-SMALL = 1 << 18
-"""Inner steps that read fewer numbers than this run on one thread: a second costs more than it
-brings."""
 
 MOST_BEGUN = 16
 """So many steps may be under way on a GPU before it is waited for."""
@@ -81,10 +75,9 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
 def may_be_late(state: F2SAState) -> bool:
     """Whether a step may return before it is done.
 
-    What an optimizer does to x cannot be taken back, so the direction has to be sound before; and
-    rates that are found on the way depend on where the step led.
+    What an optimizer does to x is not compiled, and waits for the direction.
     """
-    return state.x.device.type == "cuda" and state.x_update.plain and type(state.pace) is Pace
+    return state.may_be_late and state.x_update.plain
 
 
 class _Begun(NamedTuple):
@@ -130,12 +123,6 @@ class Program:
         self._end = traced(pieces.end)
         self._report = traced(pieces.report)
 
-        leaves = [leaf for point in state.points for leaf in point.leaves]
-        self._small = (
-            state.x.device.type == "cpu"
-            and feed is not None
-            and feed.size + sum(leaf.numel() for leaf in leaves) < SMALL
-        )
         self._works = True
         self._dialled: tuple[float, ...] = ()
         self._given: list[list[Sample]] = []
@@ -183,11 +170,10 @@ class Program:
         if self._feed is not None:
             self._feed.fill()
         try:
-            with _threads(1 if self._small else torch.get_num_threads()):
-                if plan is not None:
-                    self._run(plan, measure)
-                else:
-                    self._go(self._phases(measure))
+            if plan is not None:
+                self._run(plan, measure)
+            else:
+                self._go(self._phases(measure))
             complete = self._most_begun > 1 or bool(self._pieces.fine)
         except NotCompiledError as error:
             self._give_up(error)
@@ -260,13 +246,10 @@ class Program:
         """Run everything, one after the other."""
         inner, direction, last = phases
         self._pieces.reset()
-        for ready in inner:
-            ready.run()
+        _run_all(inner)
         with buffers_kept(self._state.x, *self._state.points):
-            for ready in direction:
-                ready.run()
-        for ready in last:
-            ready.run()
+            _run_all(direction)
+        _run_all(last)
         self._pieces.finish()
 
     def _phases(self, measure: bool) -> Phases:
@@ -363,15 +346,23 @@ class Program:
         )
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Inside, torch has that many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def _run_all(readies: Iterable[Ready]) -> None:
+    """One after the other, each with as many threads as are good for it."""
+    every = torch.get_num_threads()
+    now = every
     try:
-        yield
+        for ready in readies:
+            wanted = 1 if ready.alone else every
+            if wanted != now:
+                torch.set_num_threads(wanted)
+                now = wanted
+            ready.run()
+            if not isinstance(readies, list):  # what comes next may be compiled first
+                torch.set_num_threads(every)
+                now = every
     finally:
-        torch.set_num_threads(before)
+        if now != every:
+            torch.set_num_threads(every)
 
 
 def _warn(reason: str, depth: int) -> None:

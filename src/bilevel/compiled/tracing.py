@@ -32,15 +32,28 @@ Code: TypeAlias = Callable[[list[Any]], Any]
 """It takes a list, which it may empty, and returns nothing of interest."""
 
 
+FEW = 1 << 24
+"""What needs fewer operations for its products than this runs on one thread: a second costs more
+than it brings."""
+
+
+class Compiled(NamedTuple):
+    """Compiled code, and whether it is better run by one thread ``alone``."""
+
+    code: Code
+    alone: bool
+
+
 class NotCompiledError(Exception):
     """Why something cannot be compiled. It ends in a warning; no user sees it."""
 
 
 class Ready(NamedTuple):
-    """Compiled code and what it is called with."""
+    """Compiled code, what it is called with, and whether it is better run by one thread."""
 
     code: Code
     arguments: tuple[Any, ...]
+    alone: bool = False
 
     def run(self) -> None:
         """Do it; everything happens in place."""
@@ -127,13 +140,13 @@ class _Backend:
             raise NotCompiledError("the objectives keep tensors beside what they return")
         compiled = compile_graph(graph, inputs, _cpu_options() if self._on_cpu else OPTIONS)
         self.compilations += 1
-        code: Code | None = None
+        found: Compiled | None = None
 
         def get_ready(*arguments: Any) -> tuple[()]:
-            nonlocal code
-            if code is None:
-                code = compiled(arguments)
-            self.ready = Ready(code, arguments)
+            nonlocal found
+            if found is None:
+                found = compiled(arguments)
+            self.ready = Ready(found.code, arguments, found.alone and self._on_cpu)
             return ()
 
         return get_ready
@@ -141,23 +154,31 @@ class _Backend:
 
 def compile_graph(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
-) -> Callable[[tuple[Any, ...]], Code]:
+) -> Callable[[tuple[Any, ...]], Compiled]:
     """Compile a graph; what comes back gives the code when it is first told real arguments."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
     kernels: list[Any] = []
+    operations: list[int] = []
     with config.patch(enable_autograd_cache=False):  # which would not tell the kernels
         wrapped: Any = compile_fx(
             graph,
             inputs,
-            inner_compile=functools.partial(_compile, kernels),
+            inner_compile=functools.partial(_compile, kernels, operations),
             config_patches=options,
         )
-    return functools.partial(_shortest, wrapped, kernels)
+    alone = sum(operations) < FEW
+    return lambda arguments: Compiled(_shortest(wrapped, kernels, arguments), alone)
 
 
-def _compile(kernels: list[Any], graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+def _compile(
+    kernels: list[Any],
+    operations: list[int],
+    graph: torch.fx.GraphModule,
+    inputs: Any,
+    **options: Any,
+) -> Any:
     """Compile a graph of primitive operations, unless it draws random numbers."""
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -167,10 +188,26 @@ def _compile(kernels: list[Any], graph: torch.fx.GraphModule, inputs: Any, **opt
             raise NotCompiledError(f"the objectives draw random numbers ({node.target})")
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     merge_products(graph, wasteful=on_gpu)
+    operations.append(_operations(graph))
     compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
     return compiled
+
+
+def _operations(graph: torch.fx.GraphModule) -> int:
+    """How many operations the products of matrices and the convolutions in a graph are."""
+    from torch.utils.flop_counter import flop_registry
+
+    total = 0
+    for node in graph.graph.nodes:
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is not None:
+            args, kwargs = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda argument: argument.meta["val"]
+            )
+            total += int(count(*args, **kwargs, out_val=node.meta["val"]))
+    return total
 
 
 def _shortest(wrapped: Callable[..., Any], kernels: list[Any], arguments: tuple[Any, ...]) -> Code:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bilevel.methods.base import saved
 from bilevel.methods.updates import Update
@@ -131,11 +132,11 @@ class AdaptiveUpdate(Update):
         n["rate"] *= factor ** (1 / unit)
 
     @torch.no_grad()
-    def apply(self, rate: float, gain: float = 1.0) -> None:
+    def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
         self._numbers["rest"] = max(0.0, self._numbers["rest"] - 1)
         self._numbers["last"] = rate
         torch._foreach_copy_(self._before, self._variable.leaves)
-        super().apply(rate, gain)
+        super().apply(rate, gain, bad=bad)
 
     def back_off(self) -> None:
         """X was taken back: rest, each time longer, then go on with half the step."""

@@ -12,18 +12,18 @@ To add another, write a file with a :class:`State` and a :class:`Method`, and na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from bilevel.errors import StateError
+from bilevel.errors import NonFiniteError, StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, norm
+from bilevel.variables import Variable, buffers_kept
 from bilevel.watch import Watch
 
 if TYPE_CHECKING:
@@ -79,6 +79,35 @@ class State:
     k: int
     multiplier: float
     pace: Pace
+
+    def __post_init__(self) -> None:
+        self._unread: tuple[Watch, int, float] | None = None
+
+    @property
+    def unread(self) -> Watch | None:
+        """The watch of the last step, if it was not read yet."""
+        return None if self._unread is None else self._unread[0]
+
+    def taken(self, multiplier: float, watch: Watch | None = None) -> None:
+        """Count a step; ``watch``: that nobody has waited for."""
+        if watch is not None:
+            watch.post()
+        self._unread = None if watch is None else (watch, self.k, self.multiplier)
+        self.k, self.multiplier = self.k + 1, multiplier
+
+    def settle(self) -> None:
+        """Read what was not read; after a bad number the count goes back to the step that met it.
+
+        Nothing has moved since.
+        """
+        if self._unread is None:
+            return
+        (watch, k, multiplier), self._unread = self._unread, None
+        try:
+            watch.read()
+        except NonFiniteError:
+            self.k, self.multiplier = k, multiplier
+            raise
 
     @property
     def solution(self) -> Variable:
@@ -164,26 +193,46 @@ class Tally:
 
         What is not among the ``terms`` of the step is evaluated here.
         """
+        self.evaluate(sample, terms)
+        self.take(terms)
+
+    def take(self, terms: dict[str, Tensor]) -> None:
+        """Of the terms of the step those that are reported."""
         if not self._measure:
             return
-        x, solution, penalised = self._state.x, self._state.solution, self._state.penalised
-        wanted = [("upper", self._problem.f, solution, sample.upper, sample.upper_share)]
-        for y in (solution, penalised):
-            if y is not None:
-                wanted.append(("lower", self._problem.g, y, sample.lower, sample.lower_share))
-        for level, objective, y, batch, share in wanted:
-            name = f"{level}(x, {y.name})"
+        for name, _, _ in self._wanted():
             if name in terms:
-                value = terms[name].detach()
-            elif share:
-                # what is only reported must not move the run: not its buffers, not its randomness
-                cuda = [x.device] if x.device.type == "cuda" else []
-                with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
-                    value = share * objective(x, y, batch)
-                self._watch.numbers([name], [value])
-            else:
+                self._count(name, terms[name].detach())
+
+    def evaluate(self, sample: Sample, known: Collection[str]) -> None:
+        """What is reported and not among the ``known`` terms."""
+        if not self._measure:
+            return
+        x = self._state.x
+        for name, level, y in self._wanted():
+            objective, batch, share = (
+                (self._problem.f, sample.upper, sample.upper_share)
+                if level == "upper"
+                else (self._problem.g, sample.lower, sample.lower_share)
+            )
+            if name in known or not share:
                 continue
-            self._totals[name] = self._totals[name] + value if name in self._totals else value
+            # what is only reported must not move the run: not its buffers, not its randomness
+            cuda = [x.device] if x.device.type == "cuda" else []
+            with torch.no_grad(), buffers_kept(x, y), torch.random.fork_rng(cuda):
+                value = share * objective(x, y, batch)
+            self._watch.numbers([name], [value])
+            self._count(name, value)
+
+    def _wanted(self) -> Iterator[tuple[str, str, Variable]]:
+        """The names of what is reported, and where which objective is evaluated for it."""
+        solution, penalised = self._state.solution, self._state.penalised
+        for level, y in (("upper", solution), ("lower", solution), ("lower", penalised)):
+            if y is not None:
+                yield f"{level}(x, {y.name})", level, y
+
+    def _count(self, name: str, value: Tensor) -> None:
+        self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def info(
         self,
@@ -209,7 +258,7 @@ class Tally:
             upper=self._totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,
-            direction_norm=norm(direction),
+            direction_norm=self._state.x.norm(direction),
         )
 
 

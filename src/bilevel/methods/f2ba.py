@@ -72,8 +72,8 @@ class NesterovUpdate(Update):
         self._radius = choices.radius
 
     @torch.no_grad()
-    def apply(self, rate: float, gain: float = 1.0) -> None:
-        super().apply(rate, gain)
+    def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
+        super().apply(rate, gain, bad=bad)
         leaves = self._variable.leaves
         stepped = _copies(leaves)
         moved = torch._foreach_sub(stepped, self._before)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from bilevel import theory
 from bilevel.checks import check_choice, check_count, check_flag
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Now, Update
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
@@ -47,6 +49,19 @@ class F2SAState(State):
     @property
     def solution(self) -> Variable:
         return self.points[self.centre]
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a step on a GPU may be left before it is known to be sound.
+
+        Then updates must be able to leave everything as it is, and no rate may depend on where
+        the step led.
+        """
+        return (
+            self.x.device.type == "cuda"
+            and type(self.pace) is Pace
+            and all(type(u) is Update and u.can_stay for u in (self.x_update, *self.y_updates))
+        )
 
     def draw_together(self, share: float) -> None:
         for point in self.points:
@@ -108,8 +123,9 @@ class F2SA(PaperMethod[F2SAState]):
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
         accumulate: differentiate the terms of Phi one after another, so that the activations of
-            only one of them are alive: for large models. Otherwise all at once, in one backward
-            pass.
+            only one of them are alive, and where f is not evaluated between the copies, one
+            gradient: for large models. A dtype such as ``torch.bfloat16``: and keep the gradient
+            of f in it while that of g is computed. False: all at once, in one backward pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -132,7 +148,7 @@ class F2SA(PaperMethod[F2SAState]):
     scheme: Literal["forward", "central", "midpoint"] = "forward"
     order: int | None = None
     single_pass: bool = False
-    accumulate: bool = False
+    accumulate: bool | torch.dtype = False
 
     algorithm = "f2sa"
     properties = Properties(
@@ -148,7 +164,12 @@ class F2SA(PaperMethod[F2SAState]):
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
-        check_flag("accumulate", self.accumulate)
+        if not isinstance(self.accumulate, torch.dtype):
+            check_flag("accumulate", self.accumulate)
+        elif not self.accumulate.is_floating_point:
+            raise ArgumentTypeError(
+                f"accumulate must be True, False or a floating point type, not {self.accumulate!r}"
+            )
         if self.order is not None:
             check_count("order", self.order, least=2)
             if self.scheme != "central":
@@ -216,35 +237,93 @@ class F2SA(PaperMethod[F2SAState]):
         measure: bool = True,
     ) -> Info:
         """The rest of an outer step of which ``done`` inner steps were taken."""
-        k, x, points = state.k, state.x, state.points
+        x, points = state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
         moves = self.moves(state, now)
-        watch = Watch(k, at_once=x.device.type == "cpu")
+        late = state.may_be_late
+        watch = problem.watch(state.k, x.device, before=state.unread)
 
         with held(x):
             for _ in range(done, self.inner_steps - self.single_pass):
-                self._differentiate(problem, state, lam, draw.inner(nodes, shared), watch)
-                self._move_copies(state, moves, watch)
+                samples = draw.inner(nodes, shared)
+                if self._one_by_one:
+                    self._one_after_another(problem, state, lam, samples, moves, watch, True)
+                else:
+                    self._differentiate(problem, state, lam, samples, watch)
+                    self._move_copies(state, moves, watch)
 
         tally = Tally(problem, state, measure, watch)
-        if self.single_pass:
+        if self.single_pass and self._one_by_one:
+            samples = draw.inner(nodes, shared)
+            tally.evaluate(_reported(samples), self._names(x, points, samples))
+            terms = self._one_after_another(problem, state, lam, samples, moves, watch, late)
+            tally.take(terms)
+        elif self.single_pass:
             self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally, watch)
-            upper_lr = state.x_update.choose(now.upper)
-            watch.gradients([(x, upper_lr)])
-            info = tally.info(x.grads(), gamma, upper_lr, lam)
-            self._move_copies(state, moves, watch, last=True)
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
-            upper_lr = state.x_update.choose(now.upper)
-            watch.gradients([(x, upper_lr)])
-            info = tally.info(x.grads(), gamma, upper_lr, lam)
+        upper_lr = state.x_update.choose(now.upper)
+        watch.gradients([(x, upper_lr)])
+        info = tally.info(x.grads(), gamma, upper_lr, lam)
+        if self.single_pass and not self._one_by_one:
+            self._move_copies(state, moves, watch, late=late)
+        elif not late:
             watch.read()
-        state.x_update.apply(upper_lr)
-
-        state.k, state.multiplier = k + 1, lam
+        state.x_update.apply(upper_lr, bad=watch.bad)
+        state.settle()  # what the step before left: the device is past it
+        state.taken(lam, watch if late else None)
         return info
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether each copy moves when its own gradient is there, and before that of the next.
+
+        So there is one gradient at a time. Where f is evaluated between the copies, all of them
+        depend on its gradient.
+        """
+        return bool(self.accumulate) and not self.stencil.f_at_centre
+
+    def _one_after_another(
+        self,
+        problem: Problem,
+        state: F2SAState,
+        lam: float,
+        samples: list[Sample],
+        moves: Moves,
+        watch: Watch,
+        late: bool,
+    ) -> dict[str, Tensor]:
+        """Differentiate the terms of each copy and move it; leave grad_x Phi on x."""
+        by_copy = {
+            id(copy): ((copy, length), step)
+            for (copy, length), step in zip(moves.lengths, moves.steps, strict=True)
+        }
+
+        def move(copy: Variable) -> None:
+            length, (update, rate, gain) = by_copy[id(copy)]
+            watch.gradients([length])
+            if not late:
+                watch.read()
+            update.apply(rate, gain, bad=watch.bad)
+
+        terms = self._accumulated(problem, state, lam, samples, watch, move)
+        self._recentre(state, len(moves.steps))
+        return terms
+
+    def _names(
+        self, x: Variable, points: Sequence[Variable], samples: Sequence[Sample]
+    ) -> list[str]:
+        """What the terms of Phi are called."""
+        return [
+            f"{level}({x.name}, {y.name})"
+            for y, there, sample in zip(points, self.stencil.nodes, samples, strict=False)
+            for level, evaluated, share in zip(
+                ("upper", "lower"), there, (sample.upper_share, sample.lower_share), strict=True
+            )
+            if evaluated and share
+        ]
 
     def _direction(
         self,
@@ -264,12 +343,25 @@ class F2SA(PaperMethod[F2SAState]):
         self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
     ) -> dict[str, Tensor]:
         """Leave the gradient of Phi on the leaves; its terms."""
-        x, points = state.x, state.points
         if self.accumulate:
-            return accumulate(problem, self.stencil, x, points, samples, lam, watch)
-        phi = evaluate(problem, self.stencil, x, points, samples)
+            return self._accumulated(problem, state, lam, samples, watch)
+        phi = evaluate(problem, self.stencil, state.x, state.points, samples)
         phi.backward(lam, state.k, watch)
         return phi.terms
+
+    def _accumulated(
+        self,
+        problem: Problem,
+        state: F2SAState,
+        lam: float,
+        samples: list[Sample],
+        watch: Watch,
+        done: Callable[[Variable], None] | None = None,
+    ) -> dict[str, Tensor]:
+        kept_as = self.accumulate if isinstance(self.accumulate, torch.dtype) else None
+        return accumulate(
+            problem, self.stencil, state.x, state.points, samples, lam, watch, done, kept_as
+        )
 
     def moves(self, state: F2SAState, now: Now) -> Moves:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
@@ -285,16 +377,20 @@ class F2SA(PaperMethod[F2SAState]):
             steps=[(update, rate, gain) for _, update, rate, gain in moves],
         )
 
-    def _move_copies(
-        self, state: F2SAState, moves: Moves, watch: Watch, last: bool = False
-    ) -> None:
+    def _move_copies(self, state: F2SAState, moves: Moves, watch: Watch, late: bool = True) -> None:
         """One step of every copy, and of their centre where it is not one of them."""
         self.stencil.spread(state.points)
-        watch.gradients(moves.lengths, last=last)
+        watch.gradients(moves.lengths)
+        if not late:
+            watch.read()
+        bad = watch.bad
         for update, rate, gain in moves.steps:
-            update.apply(rate, gain)
+            update.apply(rate, gain, bad=bad)
+        self._recentre(state, len(moves.steps))
+
+    def _recentre(self, state: F2SAState, copies: int) -> None:
         self.stencil.recentre(state.points)
-        for update in state.y_updates[len(moves.steps) :]:
+        for update in state.y_updates[copies:]:
             update.project()
 
     def _check_convexity(self, problem: Problem) -> None:

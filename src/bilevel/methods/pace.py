@@ -232,7 +232,7 @@ class Curvature:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.value = state["value"]
-        self._vector = state["vector"].clone()
+        self._vector = state["vector"].to(self._vector, copy=True)
 
 
 class Lookout:

@@ -153,27 +153,59 @@ class Update:
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's, if there is one."""
+        return self._optimizer
+
+    @property
     def plain(self) -> bool:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
 
-    def apply(self, rate: float, gain: float = 1.0) -> None:
+    @property
+    def can_stay(self) -> bool:
+        """Whether :meth:`apply` can leave everything as it is without the device being asked.
+
+        With an optimizer: one of torch's that is fused, which can skip a step for a scaler of
+        gradients. Others would still decay weights and follow their momentum.
+        """
+        return self._optimizer is None or _skips(self._optimizer)
+
+    def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
 
-        A plain step has length ``rate``; an optimizer decides for itself.
+        A plain step has length ``rate``; an optimizer decides for itself. Where ``bad`` is true,
+        on the device, the gradients are zero or, see :attr:`can_stay`, nothing moves at all.
         """
         grads = self._variable.grads()
-        if self._optimizer is None:
-            with torch.no_grad():
-                _step(self._variable.leaves, grads, -rate * gain)
-        else:
-            with torch.no_grad():
-                if gain != 1.0:
-                    torch._foreach_mul_(entries(grads), gain)
-                _optimizer_step(self._optimizer, self._variable, grads)
+        with torch.no_grad():
+            if self._optimizer is not None and _skips(self._optimizer):
+                _skippable_step(self._optimizer, gain, bad)
+            else:
+                if bad is not None:
+                    for values in entries(grads):
+                        values.masked_fill_(bad, 0.0)
+                if self._optimizer is None:
+                    self._step(grads, -rate * gain)
+                else:
+                    if gain != 1.0:
+                        torch._foreach_mul_(entries(grads), gain)
+                    _optimizer_step(self._optimizer, self._variable, grads)
         self._variable.clear_grads()
         if self._projections:
             self.project(grads)
+
+    def _step(self, grads: Sequence[Tensor], rate: float) -> None:
+        """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
+        whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for leaf, grad in zip(self._variable.leaves, grads, strict=True):
+            if grad.is_sparse:
+                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+            else:
+                whole[0].append(leaf)
+                whole[1].append(grad)
+        if whole[0]:
+            torch._foreach_add_(*whole, alpha=rate)
 
     @torch.no_grad()
     def project(self, moved: Sequence[Tensor] | None = None) -> None:
@@ -216,6 +248,7 @@ class Update:
             )
         if self._optimizer is not None:
             self._optimizer.load_state_dict(saved(state))
+            _restore_types(self._optimizer, state)
 
 
 _BLOCK = 1 << 20  # rows of a table that are projected at a time where all of them are
@@ -230,17 +263,33 @@ def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
         yield slice(start, min(start + _BLOCK, len(leaf)))
 
 
-def _step(leaves: Sequence[Tensor], grads: Sequence[Tensor], rate: float) -> None:
-    """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
-    whole: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad.is_sparse:
-            leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
-        else:
-            whole[0].append(leaf)
-            whole[1].append(grad)
-    if whole[0]:
-        torch._foreach_add_(*whole, alpha=rate)
+def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Undo that torch converts what it loads to the type of the parameter: bits would be lost."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entries_of in state["state"].items():
+        mine = optimizer.state[params[number]]
+        for name, value in entries_of.items():
+            if isinstance(value, Tensor) and mine[name].dtype != value.dtype:
+                mine[name] = value.to(mine[name].device, copy=True)
+
+
+def _skips(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _skippable_step(optimizer: Any, gain: float, bad: Tensor | None) -> None:
+    """A step along ``gain`` times the gradients, as a scaler of gradients asks for it.
+
+    The optimizer divides by the scale and skips where something is infinite in the one pass that
+    it makes over the gradients anyway.
+    """
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.grad_scale = torch.full((), 1 / gain, device=device)
+    optimizer.found_inf = torch.zeros((), device=device) if bad is None else bad.to(torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _optimizer_step(

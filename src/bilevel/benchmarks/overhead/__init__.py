@@ -25,8 +25,6 @@ from bilevel.benchmarks import report
 from bilevel.benchmarks.overhead import by_hand
 from bilevel.benchmarks.overhead.task import Runner, Task
 from bilevel.checks import check_count
-from bilevel.methods import F2SA
-from bilevel.solver import Solver
 
 FLOOR = "JAX, one scalar"
 CLOSED_FORM = "torch, closed form"
@@ -140,6 +138,7 @@ def contestants() -> Mapping[str, Callable[[Task], Runner]]:
     found: dict[str, Callable[[Task], Runner]] = {
         CLOSED_FORM: by_hand.closed_form,
         "torch, three gradients": by_hand.three_gradients,
+        "torch, one scalar": by_hand.one_backward,
         "bilevel": lambda task: _solver(task, compile=False),
         "bilevel, compiled": lambda task: _solver(task, compile=True),
     }
@@ -152,23 +151,7 @@ def contestants() -> Mapping[str, Callable[[Task], Runner]]:
 
 
 def _solver(task: Task, *, compile: bool) -> Runner:
-    problem = task.problem
-    solver = Solver(
-        problem,
-        F2SA(
-            inner_steps=task.inner_steps,
-            lower_lr=task.lower_lr,
-            upper_lr=task.upper_lr,
-            multiplier=task.multiplier,
-        ),
-        problem.x0,
-        problem.y0,
-        upper_data=problem.upper_data,
-        lower_data=problem.lower_data,
-        batch_size=task.batch,
-        compile=compile,
-        seed=task.seed,
-    )
+    solver = task.solver(compile=compile)
 
     def run(steps: int) -> tuple[Tensor, Tensor]:
         for _ in range(steps):

@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel.benchmarks.overhead.task import Runner, Task
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""The directions of y and z, both times lam."""
+
 
 def three_gradients(task: Task) -> Runner:
     """Each gradient from a graph of its own."""
-    problem, size = task.problem, task.batch
-    lam, rate = task.multiplier, task.lower_lr
+    problem, lam = task.problem, task.multiplier
+
+    def directions(x: Tensor, y: Tensor, z: Tensor, trusted: Any, samples: Any) -> Pair:
+        (f_y,) = torch.autograd.grad(problem.upper(x, y, trusted), y)
+        (g_y,) = torch.autograd.grad(problem.lower(x, y, samples), y)
+        (g_z,) = torch.autograd.grad(problem.lower(x, z, samples), z)
+        return f_y + lam * g_y, lam * g_z
+
+    return _autograd(task, directions)
+
+
+def one_backward(task: Task) -> Runner:
+    """One scalar Phi = f(y) + lam (g(y) - g(z)), and its gradient in both copies at once."""
+    problem, lam = task.problem, task.multiplier
+
+    def directions(x: Tensor, y: Tensor, z: Tensor, trusted: Any, samples: Any) -> Pair:
+        gap = problem.lower(x, y, samples) - problem.lower(x, z, samples)
+        d_y, d_z = torch.autograd.grad(problem.upper(x, y, trusted) + lam * gap, (y, z))
+        return d_y, -d_z
+
+    return _autograd(task, directions)
+
+
+def _autograd(task: Task, directions: Callable[..., Pair]) -> Runner:
+    """Steps whose gradients come from autograd."""
+    problem, size, lam = task.problem, task.batch, task.multiplier
     x = problem.x0.clone().requires_grad_()
     y, z = (problem.y0.clone().requires_grad_() for _ in range(2))
     draw = _Draw(task)
 
     def step() -> None:
+        x.requires_grad_(False)
         for _ in range(task.inner_steps):
-            trusted, samples = draw(size)
-            (f_y,) = torch.autograd.grad(problem.upper(x, y, trusted), y)
-            (g_y,) = torch.autograd.grad(problem.lower(x, y, samples), y)
-            (g_z,) = torch.autograd.grad(problem.lower(x, z, samples), z)
+            d_y, d_z = directions(x, y, z, *draw(size))
             with torch.no_grad():
-                z.sub_(rate * g_z)
-                y.sub_(rate / lam * (f_y + lam * g_y))
-        trusted, samples = draw(size)
-        (at_y,) = torch.autograd.grad(problem.lower(x, y, samples), x)
-        (at_z,) = torch.autograd.grad(problem.lower(x, z, samples), x)
+                y.sub_(d_y, alpha=task.lower_lr / lam)
+                z.sub_(d_z, alpha=task.lower_lr / lam)
+        x.requires_grad_(True)
+        _, samples = draw(size)
+        gap = problem.lower(x, y.detach(), samples) - problem.lower(x, z.detach(), samples)
+        (slope,) = torch.autograd.grad(gap, x)
         with torch.no_grad():
-            x.sub_(task.upper_lr * lam * (at_y - at_z))
+            x.sub_(slope, alpha=task.upper_lr * lam)
 
     return _repeated(step, task, x, z)
 

@@ -18,13 +18,21 @@ def grid(fixed: Settings, **choices: Sequence[Any]) -> list[Settings]:
     ]
 
 
-def minibatches(fixed: Settings) -> list[Settings]:
-    """For those that move the weights of a minibatch of 500: in a box, and by a sigmoid."""
-    fixed = {**fixed, "lower_lr": 0.3}
-    return [
-        *grid(fixed, box=[True], per_visit=(1.0, 2.0, 4.0)),
-        *grid(fixed, box=[False], per_visit=[16.0]),
-    ]
+BOX: Settings = {"box": True, "lower_lr": 0.3}
+"""For those that move the weights of a minibatch: x are the weights, kept in [0, 1]."""
+
+SIGMOID: Settings = {"box": False}
+"""The same with weights sigmoid(x), as others have it."""
+
+
+def in_a_box(fixed: Settings) -> list[Settings]:
+    """Settings for weights in [0, 1]."""
+    return grid({**BOX, **fixed}, per_visit=(0.5, 1.0, 2.0, 4.0))
+
+
+def by_a_sigmoid(fixed: Settings) -> list[Settings]:
+    """Settings for weights sigmoid(x)."""
+    return grid({**SIGMOID, **fixed}, per_visit=(16.0, 32.0), lower_lr=(0.3, 0.5))
 
 
 @dataclass(frozen=True)
@@ -46,27 +54,37 @@ class Contestant:
     own: bool = False
 
 
+SWEEP: Settings = {"sweep": True, "inner_steps": 10, "batch_size": 500}
+
 LINEUP = [
     Contestant(
         "bilevel F2SA, all samples",
         "f2sa",
-        grid({"sweep": True}, per_visit=(1.0, 2.0), lower_lr=(0.3, 0.5)),
+        grid(SWEEP, per_visit=(1.0, 2.0), lower_lr=(0.3, 0.5)),
         own=True,
     ),
     Contestant(
         "bilevel F2SA, all samples, momentum",
         "f2sa",
-        grid({"sweep": True, "momentum": 0.8}, per_visit=(1.0, 2.0), lower_lr=(0.1, 0.15)),
+        grid({**SWEEP, "momentum": 0.8}, per_visit=(1.0, 2.0), lower_lr=(0.08, 0.1)),
+        own=True,
+    ),
+    Contestant(
+        "bilevel F2SA, all samples, compiled",
+        "f2sa",
+        grid({**SWEEP, "compile": True}, per_visit=(1.0, 2.0), lower_lr=(0.3, 0.5)),
         own=True,
     ),
     Contestant(
         "bilevel F2SA, minibatches",
         "f2sa",
-        minibatches({"sweep": False, "inner_steps": 1, "batch_size": 500, "chunk": 10}),
+        in_a_box({"sweep": False, "inner_steps": 1, "batch_size": 500, "chunk": 10}),
         own=True,
     ),
-    Contestant("JAX F2SA", "jax_f2sa", minibatches({}), needs=("jax",)),
-    Contestant("JAX SOBA", "jax_soba", minibatches({}), needs=("jax",)),
+    Contestant("JAX F2SA", "jax_f2sa", by_a_sigmoid({}), needs=("jax",)),
+    Contestant("JAX F2SA, in a box", "jax_f2sa", in_a_box({}), needs=("jax",)),
+    Contestant("JAX SOBA", "jax_soba", by_a_sigmoid({}), needs=("jax",)),
+    Contestant("JAX SOBA, in a box", "jax_soba", in_a_box({}), needs=("jax",)),
     Contestant(
         "jaxopt, implicit",
         "jaxopt_implicit",
@@ -76,7 +94,7 @@ LINEUP = [
     Contestant(
         "boat-torch, PGDO",
         "boat_pgdo",
-        minibatches({"chunk": 4}),
+        in_a_box({"chunk": 4}),
         needs=("boat-torch", "higher", "matplotlib"),
     ),
     Contestant(

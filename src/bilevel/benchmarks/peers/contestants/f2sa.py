@@ -28,6 +28,7 @@ def solve(
     multiplier: float = 5.0,
     batch_size: int = 250,
     inner_steps: int = 20,
+    compile: bool = False,
     chunk: int = 1,
 ) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the weights.
@@ -39,7 +40,7 @@ def solve(
         box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
         per_visit: the step of x_i each time that sample i is in its direction.
         lower_lr, momentum: of y and z.
-        multiplier, batch_size, inner_steps: of F2SA.
+        multiplier, batch_size, inner_steps, compile: of F2SA.
         chunk: outer steps after which weights are given.
     """
     data = TorchTask(task, seed)
@@ -75,6 +76,7 @@ def solve(
         direction_batch_size="all" if sweep else None,
         chunk_size=visited if sweep else None,
         seed=seed,
+        compile=compile,
     )
     while True:
         for _ in range(chunk):

@@ -1,0 +1,61 @@
+"""``bilevel bench many``: what it measures and writes; how long it takes, no test can say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bilevel.benchmarks import many
+from bilevel.cli import app
+from bilevel.errors import ArgumentError
+from bilevel.many import minimize_many
+from bilevel.minimize import minimize
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many.py"
+
+
+def test_the_command_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "SAMPLES", 60)
+    monkeypatch.setattr(many, "PIXELS", 5)
+    file = tmp_path / "many.json"
+    command = ["bench", "many", "--runs", "3", "--steps", "1", "--repeats", "2", "--threads", "1"]
+    result = CliRunner().invoke(app, [*command, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text())
+    wanted = {"runs": 3, "steps": 1, "repeats": 2, "device": "cpu", "seed": 0}
+    assert figures["options"] == wanted
+    assert figures["machine"]["threads"] == 1
+    assert [row["runs"] for row in figures["rows"]] == [1, 2, 3]
+    for row in figures["rows"]:
+        assert min(row["loop_seconds"], row["many_seconds"], row["ratio"]) > 0
+    assert "at once" in result.stdout
+
+
+def test_both_ways_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "SAMPLES", 80)
+    problem, start, options = many.cleaning("cpu", 0)
+    results = minimize_many(problem, *start, methods=many.METHOD, seeds=2, steps=2, **options)
+    for seed, result in enumerate(results):
+        alone = minimize(problem, *start, method=many.METHOD, seed=seed, steps=2, **options)
+        torch.testing.assert_close(result.x, alone.x)
+        torch.testing.assert_close(result.y, alone.y)
+
+
+@pytest.mark.parametrize("name", ["runs", "steps", "repeats"])
+def test_what_cannot_be_measured_is_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        many.run(**{name: 0})
+
+
+def test_the_script_is_the_command() -> None:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--runs", "0"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "--runs" in run.stderr
