@@ -5,6 +5,9 @@
 the classes, the columns and their kinds, categories and vocabulary. With z the features,
 
     p = softmax(sharpness * (clip((z - mean) / scale) @ weight + bias))
+
+Where there are no ``mean`` and ``scale``, z is taken as it is; where there are ``columns``, only
+the features of these numbers are multiplied by ``weight``.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ class CleanedModel:
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"],
-            bias=parts["bias"],
+            weight=parts["weight"].double(),
+            bias=parts["bias"].double(),
             sharpness=cleaner._sharpness,
         )
 
@@ -101,8 +104,8 @@ class CleanedModel:
     def save(self, folder: Path) -> None:
         """Write both files."""
         tensors = {
-            "weight": self.weight.numpy(),
-            "bias": self.bias.numpy(),
+            "weight": self.weight.float().numpy(),
+            "bias": self.bias.float().numpy(),
             **self.scaler.state(),
             **self.encoder.tensors(),
         }
@@ -145,8 +148,8 @@ def load_model(folder: str | Path) -> CleanedModel:
             classes=description["classes"],
             encoder=encoding.restored(description["features"], tensors),
             scaler=Scaler.restored(tensors),
-            weight=torch.from_numpy(tensors["weight"]),
-            bias=torch.from_numpy(tensors["bias"]),
+            weight=torch.from_numpy(tensors["weight"]).double(),
+            bias=torch.from_numpy(tensors["bias"]).double(),
             sharpness=float(description["sharpness"]),
         )
     except (KeyError, TypeError) as error:
