@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bilevel.problems import HyperCleaning
@@ -75,3 +76,11 @@ def crossings(gaps: Iterable[float]) -> list[int | None]:
         if len(places) == len(TARGETS):
             break
     return places + [None] * (len(TARGETS) - len(places))
+
+
+def auc(score: Tensor, positive: Tensor) -> float:
+    """The area under the ROC curve: P(score of a positive > score of a negative), ties half."""
+    ups, downs = score[positive].double(), score[~positive].double().sort().values
+    below = torch.searchsorted(downs, ups, right=False)
+    not_above = torch.searchsorted(downs, ups, right=True)
+    return float((below + not_above).double().mean() / (2 * len(downs)))

@@ -39,6 +39,7 @@ from bilevel.errors import ArgumentError
 from bilevel.experiments.judge import BEST, TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
 
+
 @dataclass(frozen=True)
 class Row:
     """One contestant with one of its settings.
