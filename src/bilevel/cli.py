@@ -219,8 +219,8 @@ def reproduce_cleaning(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Find the settings instead, each trial with a third of the seconds, and write "
-            "them to this file.",
+            help="Find the settings instead, each trial with a quarter of the seconds, and "
+            "write them to this file.",
         ),
     ] = None,
     plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("cleaning.png"),
@@ -237,7 +237,7 @@ def reproduce_cleaning(
         with report.threads(1), _told(experiment.PLACES) as tell:
             found = _checked(
                 experiment.tune,
-                seconds=seconds / 3,
+                seconds=seconds / 4,
                 data_dir=data_dir,
                 on_choice=lambda choice: tell(str(choice)),
             )

@@ -228,7 +228,7 @@ def test_the_command_tunes_and_another_can_read_what_it_found(
 ) -> None:
     monkeypatch.setattr(tuning, "CONTENDERS", CONTENDERS[:1])
     file = tmp_path / "settings.json"
-    options = ["--seconds", "0.03", "--tune", str(file)]
+    options = ["--seconds", "0.04", "--tune", str(file)]
     found = CliRunner().invoke(app, ["reproduce", "cleaning", *options])
     assert found.exit_code == 0, found.output
     tuned = Tuned.load(file)

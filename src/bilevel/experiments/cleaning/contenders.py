@@ -104,21 +104,21 @@ def _soba_gradients(method: SOBA, sizes: Sizes) -> float:
     return 4 * sizes.batch
 
 
-_LOWER = (0.1, 0.3)
+_STEPS = {"per_visit": (16.0, 48.0), "lower_lr": (0.03, 0.1, 0.3)}
 
 F2SA_SHARED = Contender(
     "f2sa",
     "F²SA",
     partial(F2SA, inner_steps=1, single_pass=True),
     _f2sa_gradients,
-    {"per_visit": (8.0, 16.0, 32.0), "lower_lr": _LOWER, "multiplier": (5.0, 10.0)},
+    {**_STEPS, "multiplier": (5.0, 20.0)},
 )
 SOBO_NEUMANN = Contender(
     "sobo",
     "SOBO (stocBiO)",
     partial(SOBO, inner_steps=1, neumann_steps=5),
     _sobo_gradients,
-    {"per_visit": (8.0, 16.0, 32.0), "lower_lr": _LOWER, "neumann_lr": (0.3, 0.6)},
+    {**_STEPS, "neumann_lr": (0.4, 0.7)},
 )
 CONTENDERS = (
     F2SA_SHARED,
@@ -127,21 +127,21 @@ CONTENDERS = (
         "F²SA, the paper's sampling",
         partial(F2SA, inner_steps=1, coupling="independent"),
         _f2sa_gradients,
-        {"per_visit": (8.0, 16.0, 32.0), "lower_lr": _LOWER, "multiplier": (0.1, 0.3)},
+        {**_STEPS, "multiplier": (0.1, 0.3)},
     ),
     Contender(
         "f2sa-midpoint",
         "F²SA, midpoint",
         partial(F2SA, inner_steps=1, single_pass=True, scheme="midpoint"),
         _f2sa_gradients,
-        {"per_visit": (8.0, 16.0, 32.0), "lower_lr": _LOWER, "multiplier": (5.0, 10.0)},
+        {**_STEPS, "multiplier": (5.0, 20.0)},
     ),
     Contender(
         "f2sa-sweep",
         "F²SA, box and full pass",
         partial(F2SA, multiplier=5.0),
         _sweep_gradients,
-        {"per_visit": (0.5, 1.0, 2.0), "lower_lr": _LOWER, "inner_steps": (10, 20)},
+        {**_STEPS, "per_visit": (0.5, 1.0), "inner_steps": (10, 20)},
         weights="box",
         sweep=True,
     ),
@@ -151,6 +151,6 @@ CONTENDERS = (
         "SOBA",
         SOBA,
         _soba_gradients,
-        {"per_visit": (8.0, 16.0, 32.0), "lower_lr": _LOWER, "adjoint_lr": (0.1, 0.3)},
+        {**_STEPS, "adjoint_lr": (0.1, 0.3)},
     ),
 )

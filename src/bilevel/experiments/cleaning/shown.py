@@ -43,8 +43,6 @@ def table(reproduction: Reproduction) -> Table:
         "gap": lambda row: _stated(row.gap, ".1%"),
         "accuracy": lambda row: _stated(row.accuracy, ".1%"),
         "AUC": lambda row: _stated(row.auc, ".3f"),
-        "best AUC": lambda row: _stated(row.best_auc, ".3f"),
-        "steps": lambda row: f"{row.steps.mean:.0f}",
         **{
             heading: lambda row, r=read: _stated(r(row), ".2f")  # type: ignore[misc]
             for heading, read in seconds.items()
@@ -58,7 +56,7 @@ def table(reproduction: Reproduction) -> Table:
     for corruption, point in reproduction.without.items():
         shown.add_row(
             *(str(corruption), "-", NO_BILEVEL, f"{point.value:.4f}", f"{point.gap:.1%}"),
-            *(f"{point.accuracy:.1%}", "-", "-"),
+            *(f"{point.accuracy:.1%}", *["-"] * (1 + len(TARGETS))),
         )
     return shown
 
@@ -85,21 +83,24 @@ def plot(reproduction: Reproduction, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {
-        "step": "outer steps",
-        "gradients": "minibatch gradients",
-        "seconds": "seconds of one core",
+        "step": ("outer steps", 1.0),
+        "gradients": ("minibatch gradients", 30.0),
+        "seconds": ("seconds of one core", 0.03),
     }
     places = [(corruption, batch) for corruption in CORRUPTIONS for batch in BATCHES]
     figure, panels = plt.subplots(
         len(rows), len(places), figsize=(14, 9.5), squeeze=False, constrained_layout=True
     )
-    for line, (axis_of, label) in zip(panels, rows.items(), strict=True):
+    for line, (against, (label, first)) in zip(panels, rows.items(), strict=True):
         for axis, (corruption, batch) in zip(line, places, strict=True):
             for summary in reproduction.summaries:
                 if (summary.corruption, summary.batch) == (corruption, batch):
-                    _draw(axis, summary, axis_of)
+                    _draw(axis, summary, against)
             _scale(axis, BEST[corruption], reproduction.without[corruption])
             axis.set_xlabel(label)
+            axis.set_xlim(left=first)
+            if batch != BATCHES[0]:
+                axis.set_yticklabels([])  # as beside it
     for axis, (corruption, batch) in zip(panels[0], places, strict=True):
         axis.set_title(f"{corruption:.0%} wrong labels, batch {batch}")
     for line in panels:
@@ -135,7 +136,8 @@ def _scale(axis: Any, best: float, without: Point) -> None:
     axis.axhline(way, color="black", linewidth=1, linestyle=(0, (1, 1)), label=NO_BILEVEL)
     axis.set_ylim(0.004 * way, 2.2 * way)
     axis.set_yticks(
-        [gap * way for gap in _TICKS], [f"{best + gap * way:.3f} ({gap:.1%})" for gap in _TICKS]
+        [gap * way for gap in _TICKS],
+        [f"{best + gap * way:.3f} ({100 * gap:g}%)" for gap in _TICKS],
     )
     axis.minorticks_off()
     axis.tick_params(axis="y", labelsize="small")

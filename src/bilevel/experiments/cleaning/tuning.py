@@ -23,7 +23,7 @@ HOW = (
 
 def tune(
     *,
-    seconds: float = 5.0,
+    seconds: float = 3.75,
     data_dir: Path | None = None,
     on_choice: Callable[[Choice], None] | None = None,
 ) -> Tuned:
