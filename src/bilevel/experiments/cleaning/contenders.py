@@ -105,6 +105,7 @@ def _soba_gradients(method: SOBA, sizes: Sizes) -> float:
 
 
 _STEPS = {"per_visit": (16.0, 48.0), "lower_lr": (0.03, 0.1, 0.3)}
+_SMALLER = {**_STEPS, "lower_lr": (0.01, 0.03, 0.1)}  # for those whose directions are noisier
 
 F2SA_SHARED = Contender(
     "f2sa",
@@ -118,7 +119,7 @@ SOBO_NEUMANN = Contender(
     "SOBO (stocBiO)",
     partial(SOBO, inner_steps=1, neumann_steps=5),
     _sobo_gradients,
-    {**_STEPS, "neumann_lr": (0.4, 0.7)},
+    {**_SMALLER, "neumann_lr": (0.4, 0.7)},
 )
 CONTENDERS = (
     F2SA_SHARED,
@@ -127,7 +128,7 @@ CONTENDERS = (
         "F²SA, the paper's sampling",
         partial(F2SA, inner_steps=1, coupling="independent"),
         _f2sa_gradients,
-        {**_STEPS, "multiplier": (0.1, 0.3)},
+        {**_SMALLER, "multiplier": (0.03, 0.1)},
     ),
     Contender(
         "f2sa-midpoint",
