@@ -15,7 +15,7 @@ PACKAGED = Path(__file__).with_name("settings.json")
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of a grid, and the gap that it left; None: it broke."""
+    """One combination of a grid, and the gap that it left, to 0.1%; None: it broke."""
 
     settings: Settings
     gap: float | None
