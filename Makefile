@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types tests rates clean
+.PHONY: demo test lint types tests rates cleaning clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -24,6 +24,10 @@ tests: $(INSTALLED)
 # The figure and the table of the rates in README.md.
 rates: $(INSTALLED)
 	$(BIN)/bilevel reproduce rates --plot docs/rates.png --json docs/rates.json
+
+# The figure and the table of hyper-cleaning in README.md; half an hour.
+cleaning: $(INSTALLED)
+	$(BIN)/bilevel reproduce cleaning --plot docs/cleaning.png --json docs/cleaning.json
 
 $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

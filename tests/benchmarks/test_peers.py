@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from bilevel.benchmarks.peers import environment, race
 from bilevel.benchmarks.peers.environment import Environment
 from bilevel.benchmarks.peers.lineup import LINEUP, Contestant, grid
-from bilevel.benchmarks.peers.race import Judge, Row
+from bilevel.benchmarks.peers.race import Row
 from bilevel.benchmarks.peers.starter import SPACING, Kept, Log, follow
 from bilevel.benchmarks.peers.task import Task
 from bilevel.cli import app
 from bilevel.errors import ArgumentError, BilevelError
+from bilevel.experiments.judge import TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
 
 CONTESTANTS = Path(race.__file__).parent / "contestants"
@@ -84,15 +85,15 @@ def test_a_contestant_that_ends_by_itself_is_no_fault(tmp_path: Path) -> None:
 
 
 def test_crossings_are_the_first_gaps_not_above_the_targets() -> None:
-    assert race.TARGETS == (0.1, 0.05, 0.02)
-    assert race.crossings([0.5, 0.1, 0.2, 0.04, 0.06]) == [1, 3, None]
-    assert race.crossings([0.5, 0.01]) == [1, 1, 1]
-    assert race.crossings([math.inf]) == [None, None, None]
+    assert TARGETS == (0.1, 0.05, 0.02)
+    assert crossings([0.5, 0.1, 0.2, 0.04, 0.06]) == [1, 3, None]
+    assert crossings([0.5, 0.01]) == [1, 1, 1]
+    assert crossings([math.inf]) == [None, None, None]
 
 
 def test_no_gap_is_computed_after_the_last_target() -> None:
     gaps = iter([0.3, 0.01, 0.5])
-    race.crossings(gaps)
+    crossings(gaps)
     assert list(gaps) == [0.5]
 
 

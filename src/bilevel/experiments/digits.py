@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel.errors import MissingExtraError
+from bilevel.experiments.judge import auc
 
 if TYPE_CHECKING:
     from bilevel.cleaning.findings import Findings
@@ -116,7 +117,7 @@ def clean(
         wrong=int(digits.corrupted.sum()),
         found=int((suspected & digits.corrupted).sum()),
         false_alarms=int((suspected & ~digits.corrupted).sum()),
-        auc=_auc(-torch.from_numpy(found.cleaner.label_quality_), digits.corrupted),
+        auc=auc(-torch.from_numpy(found.cleaner.label_quality_), digits.corrupted),
         accuracy_noisy=_accuracy_noisy(digits),
         accuracy_cleaned=float((found.model().predict(test) == test.labels).mean()),
         seconds=found.seconds,
@@ -162,11 +163,3 @@ def _trained(
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     return weight.detach(), bias.detach()
-
-
-def _auc(score: Tensor, positive: Tensor) -> float:
-    """The area under the ROC curve: P(score of a positive > score of a negative), ties half."""
-    ups, downs = score[positive].double(), score[~positive].double().sort().values
-    below = torch.searchsorted(downs, ups, right=False)
-    not_above = torch.searchsorted(downs, ups, right=True)
-    return float((below + not_above).double().mean() / (2 * len(downs)))

@@ -18,7 +18,7 @@ import json
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from bilevel.benchmarks import report
 from bilevel.benchmarks.peers import environment
@@ -37,21 +36,8 @@ from bilevel.benchmarks.peers.starter import Kept, Log
 from bilevel.benchmarks.peers.task import Task
 from bilevel.checks import checked_number
 from bilevel.errors import ArgumentError
+from bilevel.experiments.judge import BEST, TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
-
-TARGETS = (0.1, 0.05, 0.02)
-"""Gaps, each below the one before."""
-
-BEST = {0.1: 0.455939, 0.3: 0.489874}
-"""The lowest F known for ``HyperCleaning.mnist(corruption, seed=0)``.
-
-Found by L-BFGS-B (scipy, 20 corrections) over the weights in [0, 1], from all of them 1, with
-``value`` and ``gradient`` of the problem: 40 evaluations in single precision and 13 more in double,
-after which the mean of |clip(x - n grad F(x), 0, 1) - x| is about 1e-5, 99.5% of the weights are 0
-or 1, and F changes by less than 1e-6.
-"""
-
-_TOLERANCE = 2e-5  # of the lower solution: moves the gap by less than 1e-3
 
 
 @dataclass(frozen=True)
@@ -84,52 +70,6 @@ class Row:
     def rank(self) -> tuple[float, ...]:
         """The smaller, the better: by the hardest target first, then by the gap at the end."""
         return (*map(_or_infinite, reversed(self.seconds)), _or_infinite(self.gap))
-
-
-@dataclass
-class Judge:
-    """Evaluates weights, near ones one after another.
-
-    Attributes:
-        problem: with the weights themselves as x.
-        best: the lowest F.
-        none: F with all weights 1.
-    """
-
-    problem: HyperCleaning
-    best: float
-    none: float = math.nan
-    _solution: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.none = self.value(self.problem.x0)
-
-    def value(self, weights: Tensor) -> float:
-        """F, infinite for weights that are no numbers."""
-        if not bool(weights.isfinite().all()):
-            return math.inf
-        self._solution = self.problem.lower_solution(
-            weights, start=self._solution, tolerance=_TOLERANCE
-        )
-        return float(self.problem.upper(weights, self._solution, None))
-
-    def gap(self, weights: Tensor) -> float:
-        """Which part of the way to the best value is left."""
-        return (self.value(weights) - self.best) / (self.none - self.best)
-
-
-def crossings(gaps: Iterable[float]) -> list[int | None]:
-    """For each of :data:`TARGETS` the place of the first gap that is not above it.
-
-    No more gaps are taken than it needs to know.
-    """
-    places: list[int | None] = []
-    for place, gap in enumerate(gaps):
-        while len(places) < len(TARGETS) and gap <= TARGETS[len(places)]:
-            places.append(place)
-        if len(places) == len(TARGETS):
-            break
-    return places + [None] * (len(TARGETS) - len(places))
 
 
 def judged(contestant: Contestant, settings: Settings, folder: Path, judge: Judge) -> Row:

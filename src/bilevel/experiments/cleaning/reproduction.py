@@ -1,0 +1,282 @@
+"""All runs, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bilevel.checks import check_count, checked_number
+from bilevel.experiments.cleaning.contenders import (
+    CONTENDERS,
+    F2SA_SHARED,
+    SOBO_NEUMANN,
+    Settings,
+)
+from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point, Run, Task, run
+from bilevel.experiments.cleaning.settings import Tuned
+from bilevel.experiments.judge import BEST, crossings
+
+Array = npt.NDArray[np.float64]
+
+PLACES = len(CONTENDERS) * len(CORRUPTIONS) * len(BATCHES)
+"""How many settings there are to choose, and runs for each seed."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over seeds, and the standard deviation of one of them (0 for a single one)."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Spread:
+        """That of the numbers."""
+        values = np.array(list(numbers), dtype=float)
+        return cls(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """F on the way, at the steps that were kept for all seeds, and last where the runs ended.
+
+    Attributes:
+        step, gradients, seconds, value: means over seeds.
+        low, high: the lowest and the highest F.
+    """
+
+    step: Array
+    gradients: Array
+    seconds: Array
+    value: Array
+    low: Array
+    high: Array
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> Curve:
+        """That of runs which differ in their seed."""
+        by_step = [{point.step: point for point in one.points[:-1]} for one in runs]
+        common = sorted(set.intersection(*map(set, by_step)))
+        rows = [[points[step] for points in by_step] for step in common]
+        rows.append([one.last for one in runs])
+
+        def over_seeds(read: Callable[[Point], float], reduce: Any = np.mean) -> Array:
+            return np.array([reduce([read(point) for point in row]) for row in rows])
+
+        return cls(
+            step=over_seeds(lambda point: point.step),
+            gradients=over_seeds(lambda point: point.gradients),
+            seconds=over_seeds(lambda point: point.seconds),
+            value=over_seeds(lambda point: point.value),
+            low=over_seeds(lambda point: point.value, np.min),
+            high=over_seeds(lambda point: point.value, np.max),
+        )
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Six digits of everything."""
+        return {
+            name: [float(f"{number:.6g}") for number in column]
+            for name, column in vars(self).items()
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A contender in one place of the experiment.
+
+    Attributes:
+        contender, corruption, batch, settings: who, where, with what.
+        steps: that it took.
+        value, gap, accuracy, auc: at the end.
+        best_auc: the highest on the way.
+        seconds: to each of :data:`~bilevel.experiments.judge.TARGETS`, at the first evaluation that
+            is not above it; None where a seed did not come there.
+        failures: what broke runs.
+        curve: F on the way.
+    """
+
+    contender: str
+    corruption: float
+    batch: int
+    settings: Settings
+    steps: Spread
+    value: Spread
+    gap: Spread
+    accuracy: Spread
+    auc: Spread
+    best_auc: Spread
+    seconds: tuple[Spread | None, ...]
+    failures: list[str]
+    curve: Curve
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> Summary:
+        """That of runs which differ in their seed."""
+        first = runs[0]
+        places = [crossings(point.gap for point in one.points) for one in runs]
+        seconds: list[Spread | None] = []
+        for target in zip(*places, strict=True):
+            times = [
+                one.points[place].seconds
+                for one, place in zip(runs, target, strict=True)
+                if place is not None
+            ]
+            seconds.append(Spread.of(times) if len(times) == len(runs) else None)
+        return cls(
+            first.contender,
+            first.corruption,
+            first.batch,
+            first.settings,
+            steps=Spread.of(one.last.step for one in runs),
+            value=Spread.of(one.last.value for one in runs),
+            gap=Spread.of(one.last.gap for one in runs),
+            accuracy=Spread.of(one.last.accuracy for one in runs),
+            auc=Spread.of(one.last.auc for one in runs),
+            best_auc=Spread.of(max(point.auc for point in one.points) for one in runs),
+            seconds=tuple(seconds),
+            failures=[one.failure for one in runs if one.failure is not None],
+            curve=Curve.of(runs),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to a file."""
+        return {**asdict(self), "curve": self.curve.to_json()}
+
+
+@dataclass(frozen=True)
+class Lead:
+    """F2SA beside SOBO after as many gradients, at every evaluation of SOBO that both have reached.
+
+    Attributes:
+        corruption, batch: where.
+        points: how many evaluations there are.
+        ahead: at how many of them F2SA has the lower F.
+        least, largest: by which part of the way to the best F it is ahead.
+    """
+
+    corruption: float
+    batch: int
+    points: int
+    ahead: int
+    least: float
+    largest: float
+
+    @classmethod
+    def of(cls, ours: Summary, theirs: Summary, unit: float) -> Lead:
+        """By means over seeds; ours between two evaluations is a line over log(gradients)."""
+        mine, other = ours.curve, theirs.curve
+        shown = (other.step > 0) & (other.gradients <= mine.gradients[-1])
+        moved = mine.step > 0
+        value = np.interp(
+            np.log(other.gradients[shown]), np.log(mine.gradients[moved]), mine.value[moved]
+        )
+        leads = (other.value[shown] - value) / unit
+        return cls(
+            ours.corruption,
+            ours.batch,
+            points=len(leads),
+            ahead=int((leads > 0).sum()),
+            least=float(leads.min()),
+            largest=float(leads.max()),
+        )
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The experiment.
+
+    Attributes:
+        without: no bilevel, for each part of wrong labels.
+        summaries: of each contender in each place.
+        leads: of F2SA over SOBO, in each place.
+    """
+
+    without: dict[float, Point]
+    summaries: list[Summary]
+    leads: list[Lead]
+
+    @classmethod
+    def of(cls, without: dict[float, Point], runs: list[Run]) -> Reproduction:
+        """What the runs come to."""
+        places: dict[tuple[float, int, str], list[Run]] = {}
+        for one in runs:
+            places.setdefault((one.corruption, one.batch, one.contender), []).append(one)
+        summaries = {place: Summary.of(group) for place, group in places.items()}
+        leads = [
+            Lead.of(
+                summaries[corruption, batch, F2SA_SHARED.name],
+                summaries[corruption, batch, SOBO_NEUMANN.name],
+                without[corruption].value - BEST[corruption],
+            )
+            for corruption in CORRUPTIONS
+            for batch in BATCHES
+        ]
+        return cls(without, list(summaries.values()), leads)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to a file."""
+        return {
+            "best": [{"corruption": p, "value": value} for p, value in BEST.items()],
+            "no_bilevel": [
+                {"corruption": p, "value": point.value, "accuracy": point.accuracy}
+                for p, point in self.without.items()
+            ],
+            "rows": [summary.to_json() for summary in self.summaries],
+            "f2sa_over_sobo_at_equal_gradients": [asdict(lead) for lead in self.leads],
+        }
+
+
+def reproduce(
+    *,
+    seconds: float = 15.0,
+    seeds: int = 3,
+    seed: int = 0,
+    settings: Tuned | None = None,
+    data_dir: Path | None = None,
+    on_run: Callable[[Run], None] | None = None,
+) -> Reproduction:
+    """Run every contender on every part of wrong labels with every size of minibatches.
+
+    Args:
+        seconds: of the processor that each run may take.
+        seeds: how many runs of each there are; they differ in their minibatches.
+        seed: of the first of them; the others have the next ones.
+        settings: of the contenders; None: those of the package.
+        data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
+        on_run: is told of each run as it is done.
+    """
+    checked_number("seconds", seconds, above=True)
+    check_count("seeds", seeds)
+    tuned = Tuned.packaged() if settings is None else settings
+    chosen = {
+        (corruption, batch, contender.name): tuned.of(contender.name, corruption, batch)
+        for corruption in CORRUPTIONS
+        for batch in BATCHES
+        for contender in CONTENDERS
+    }
+    without: dict[float, Point] = {}
+    runs: list[Run] = []
+    for corruption in CORRUPTIONS:
+        task = Task.mnist(corruption, data_dir)
+        without[corruption] = task.without_bilevel()
+        for batch in BATCHES:
+            for number in range(seed, seed + seeds):
+                for contender in CONTENDERS:
+                    runs.append(
+                        run(
+                            task,
+                            contender,
+                            chosen[corruption, batch, contender.name],
+                            batch=batch,
+                            seed=number,
+                            seconds=seconds,
+                        )
+                    )
+                    if on_run is not None:
+                        on_run(runs[-1])
+    return Reproduction.of(without, runs)

@@ -1,0 +1,151 @@
+"""The table and the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bilevel.benchmarks import report
+from bilevel.experiments.cleaning.contenders import CONTENDERS
+from bilevel.experiments.cleaning.reproduction import Reproduction, Spread, Summary
+from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
+from bilevel.experiments.judge import BEST, TARGETS
+
+LABELS = {contender.name: contender.label for contender in CONTENDERS}
+NO_BILEVEL = "no bilevel"
+
+_TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # gaps
+_STYLES = {
+    "f2sa": ("C0", "-", 2.4),
+    "f2sa-paper": ("C0", ":", 1.6),
+    "f2sa-midpoint": ("C4", "--", 1.4),
+    "f2sa-sweep": ("C2", "-", 1.8),
+    "sobo": ("C3", "-", 1.8),
+    "soba": ("C1", "-.", 1.4),
+}
+
+
+def table(reproduction: Reproduction) -> Table:
+    """Means over seeds, with deviations."""
+    seconds: dict[str, Callable[[Summary], Spread | None]] = {
+        f"s to {target:.0%}": lambda row, p=place: row.seconds[p]  # type: ignore[misc]
+        for place, target in enumerate(TARGETS)
+    }
+    columns: dict[str, Callable[[Summary], str]] = {
+        "p": lambda row: str(row.corruption),
+        "batch": lambda row: str(row.batch),
+        "method": lambda row: LABELS[row.contender],
+        "F": lambda row: _stated(row.value, ".4f"),
+        "gap": lambda row: _stated(row.gap, ".1%"),
+        "accuracy": lambda row: _stated(row.accuracy, ".1%"),
+        "AUC": lambda row: _stated(row.auc, ".3f"),
+        **{
+            heading: lambda row, r=read: _stated(r(row), ".2f")  # type: ignore[misc]
+            for heading, read in seconds.items()
+        },
+    }
+    shown = report.table(
+        "F at the exact lower solution, mean ± deviation over seeds",
+        reproduction.summaries,
+        columns,
+    )
+    for corruption, point in reproduction.without.items():
+        shown.add_row(
+            *(str(corruption), "-", NO_BILEVEL, f"{point.value:.4f}", f"{point.gap:.1%}"),
+            *(f"{point.accuracy:.1%}", *["-"] * (1 + len(TARGETS))),
+        )
+    return shown
+
+
+def leads(reproduction: Reproduction) -> list[str]:
+    """F2SA beside SOBO, a line for each place."""
+    return [
+        f"p {lead.corruption}, batch {lead.batch}: after as many gradients F²SA is ahead of SOBO "
+        f"at {lead.ahead} of {lead.points} evaluations, by {lead.least:.2%} to {lead.largest:.1%} "
+        f"of the way to the best value"
+        for lead in reproduction.leads
+    ]
+
+
+def plot(reproduction: Reproduction, path: Path) -> None:
+    """Write F against steps, gradients and seconds, a column for each place.
+
+    The distance to the best value is in logarithms; the scale says which F and which gap it is.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {
+        "step": ("outer steps", 1.0),
+        "gradients": ("minibatch gradients", 30.0),
+        "seconds": ("seconds of one core", 0.03),
+    }
+    places = [(corruption, batch) for corruption in CORRUPTIONS for batch in BATCHES]
+    figure, panels = plt.subplots(
+        len(rows), len(places), figsize=(14, 9.5), squeeze=False, constrained_layout=True
+    )
+    for line, (against, (label, first)) in zip(panels, rows.items(), strict=True):
+        for axis, (corruption, batch) in zip(line, places, strict=True):
+            for summary in reproduction.summaries:
+                if (summary.corruption, summary.batch) == (corruption, batch):
+                    _draw(axis, summary, against)
+            _scale(axis, BEST[corruption], reproduction.without[corruption])
+            axis.set_xlabel(label)
+            axis.set_xlim(left=first)
+            if batch != BATCHES[0]:
+                axis.set_yticklabels([])  # as beside it
+    for axis, (corruption, batch) in zip(panels[0], places, strict=True):
+        axis.set_title(f"{corruption:.0%} wrong labels, batch {batch}")
+    for line in panels:
+        line[0].set_ylabel("F at the exact lower solution")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw(axis: Any, summary: Summary, against: str) -> None:
+    curve, best = summary.curve, BEST[summary.corruption]
+    colour, style, width = _STYLES[summary.contender]
+    moved = curve.step > 0
+    x = getattr(curve, against)[moved]
+    axis.plot(
+        x,
+        curve.value[moved] - best,
+        color=colour,
+        linestyle=style,
+        linewidth=width,
+        label=LABELS[summary.contender],
+    )
+    axis.fill_between(
+        x, curve.low[moved] - best, curve.high[moved] - best, color=colour, alpha=0.15, linewidth=0
+    )
+
+
+def _scale(axis: Any, best: float, without: Point) -> None:
+    way = without.value - best
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.axhline(way, color="black", linewidth=1, linestyle=(0, (1, 1)), label=NO_BILEVEL)
+    axis.set_ylim(0.004 * way, 2.2 * way)
+    axis.set_yticks(
+        [gap * way for gap in _TICKS],
+        [f"{best + gap * way:.3f} ({100 * gap:g}%)" for gap in _TICKS],
+    )
+    axis.minorticks_off()
+    axis.tick_params(axis="y", labelsize="small")
+    axis.grid(visible=True, alpha=0.3)
+
+
+def _stated(spread: Spread | None, form: str) -> str:
+    if spread is None:
+        return "-"
+    deviation = f"{spread.deviation:{form}}".removesuffix("%")
+    return f"{spread.mean:{form}} ± {deviation}" if np.isfinite(spread.mean) else "inf"
