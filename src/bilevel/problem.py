@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
-from bilevel.rows import added
+from bilevel.rows import added, converted
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
@@ -398,7 +398,7 @@ def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
     if not any(leaf.requires_grad for leaf in point.leaves):
         return None
     grads = point.take_grads()
-    return grads if dtype is None else [g if g.is_sparse else g.to(dtype) for g in grads]
+    return grads if dtype is None else converted(grads, dtype)
 
 
 def _terms(

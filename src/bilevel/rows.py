@@ -7,7 +7,7 @@ done with it here costs those rows and never the whole tensor, unless a dense gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -77,13 +77,40 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def converted(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The gradients in another type, sparse ones as they are."""
+    there = [g if g.is_sparse else torch.empty_like(g, dtype=dtype) for g in gradients]
+    pairs = [(t, g) for t, g in zip(there, gradients, strict=True) if not g.is_sparse]
+    if pairs:  # few launches for many tensors
+        torch._foreach_copy_([t for t, _ in pairs], [g for _, g in pairs])
+    return there
+
+
 def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
     """``mine + alpha * others``, one by one; in place where all are dense."""
     mine, others = list(mine), list(others)
-    if not any(t.is_sparse for t in (*mine, *others)):
+    if any(t.is_sparse for t in (*mine, *others)):
+        return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+    types = {t.dtype for t in mine}
+    if len(types) > 1 or types == {t.dtype for t in others}:
         torch._foreach_add_(mine, others, alpha=alpha)
         return mine
-    return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+    for part in _blocks(others):  # of mixed types torch would add one tensor after another
+        torch._foreach_add_(mine[part], converted(others[part], mine[0].dtype), alpha=alpha)
+    return mine
+
+
+_BLOCK = 1 << 25  # entries that are converted at a time
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """Neighbours that hold not much more than a block."""
+    start = held = 0
+    for end, tensor in enumerate(tensors, 1):
+        held += tensor.numel()
+        if held >= _BLOCK or end == len(tensors):
+            yield slice(start, end)
+            start, held = end, 0
 
 
 class Total:
