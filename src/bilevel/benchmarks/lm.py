@@ -208,12 +208,12 @@ def run(
         for name, kind in KINDS.items()
         if compiled or kind.how is not CAPTURED
     }
-    by_size = {
-        name: _by_size(kind, family, device) if kind.sized and device == "cuda" else {}
-        for name, kind in kinds.items()
-    }
     gigabytes = {
         name: _peak(partial(kind.make, size, device, kind.how), device)
+        for name, kind in kinds.items()
+    }
+    by_size = {
+        name: _by_size(kind, family, device) if kind.sized and device == "cuda" else {}
         for name, kind in kinds.items()
     }
     takers = {name: kind.make(size, device, kind.how) for name, kind in kinds.items()}
@@ -312,8 +312,8 @@ def _step(solver: Solver) -> None:
 KINDS = {
     "plain AdamW": Kind(_plain, sized=True),
     "plain AdamW, captured": Kind(_plain, CAPTURED),
-    "F2SA, terms one after another": Kind(partial(_f2sa, accumulate=True), sized=True),
-    "the same, f's gradient in bf16": Kind(partial(_f2sa, accumulate=torch.bfloat16), sized=True),
+    "F2SA, a term at a time": Kind(partial(_f2sa, accumulate=True), sized=True),
+    "the same, f in bf16": Kind(partial(_f2sa, accumulate=torch.bfloat16), sized=True),
     "the same, captured": Kind(partial(_f2sa, accumulate=torch.bfloat16), CAPTURED),
     "F2SA, one backward": Kind(partial(_f2sa, accumulate=False), sized=True),
     "SOBO": Kind(_sobo, How(None, fused=False), sized=True),
@@ -338,20 +338,18 @@ def _peak(make: Callable[[], Callable[[], None]], device: str) -> float:
     if device != "cuda":
         return float("nan")
     _collect()
-    before = torch.cuda.memory_reserved()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     take = make()
     for _ in range(3):  # compiles, and captures
         take()
-    _collect()
-    held = torch.cuda.memory_reserved() - before  # a graph's memory is not counted as allocated
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() - reserved  # a graph's memory is not counted as allocated
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         take()
     _wait(device)
-    peak = max(held, torch.cuda.max_memory_allocated() - before)
-    del take
-    _collect()
-    return peak / 2**30
+    return max(held, torch.cuda.max_memory_allocated() - allocated) / 2**30
 
 
 def _by_size(kind: Kind, family: Mapping[str, Size], device: str) -> dict[str, float | None]:
@@ -363,11 +361,12 @@ def _by_size(kind: Kind, family: Mapping[str, Size], device: str) -> dict[str, f
             found[name] = _peak(partial(kind.make, size, device, how), device)
         except torch.OutOfMemoryError:
             break
-    _collect()
     return found
 
 
 def _collect() -> None:
+    """Free what earlier steps held, and their graphs."""
+    torch.compiler.reset()
     gc.collect()  # a solver and its functions know each other
     torch.cuda.empty_cache()
 
@@ -380,15 +379,14 @@ def _wait(device: str) -> None:
 def table(rows: Sequence[Row]) -> Table:
     """The rows to read."""
     return report.table(
-        "one training step of a language model",
+        f"one training step of a language model of {rows[0].parameters / 1e6:.0f}M parameters",
         rows,
         {
             "step": lambda row: row.step,
-            "parameters": lambda row: row.parameters,
             "ms": lambda row: row.milliseconds,
             "ratio": lambda row: row.ratio,
             "GiB": lambda row: row.gigabytes,
             "memory ratio": lambda row: row.memory_ratio,
-            "largest of its family": lambda row: row.largest,
+            "largest": lambda row: row.largest,
         },
     )
