@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
-from bilevel.rows import added, converted
+from bilevel.rows import added, reduced
 from bilevel.sets import Projection, projections
 from bilevel.streams import Sample
 from bilevel.theory import Constants
@@ -368,7 +368,7 @@ def accumulate(
         kept_as: how the gradient of a point's first term is kept while the next is differentiated.
     """
     terms: dict[str, Tensor] = {}
-    leaves = _leaves(x, points)
+    inputs = {id(point): _leaves(x, [point]) for point in points}
     kept: list[Tensor] | None = None
     for term, value in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(value, {term.name(x): value})
@@ -377,7 +377,7 @@ def accumulate(
         if value.requires_grad:
             weight = term.weight if term.level == "upper" else multiplier * term.weight
             scaled = weight * value
-            scaled.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+            scaled.backward(inputs=inputs[id(term.y)])  # type: ignore[no-untyped-call]
         del value, scaled  # the last that holds on to the activations
         point = term.y
         if not term.last:
@@ -394,11 +394,11 @@ def accumulate(
 
 
 def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
-    """The gradients, taken off the leaves, dense ones in the given type; None: there are none."""
+    """The gradients, taken off the leaves, large ones in the given type; None: there are none."""
     if not any(leaf.requires_grad for leaf in point.leaves):
         return None
     grads = point.take_grads()
-    return grads if dtype is None else converted(grads, dtype)
+    return grads if dtype is None else reduced(grads, dtype)
 
 
 def _terms(

@@ -78,12 +78,18 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def converted(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The gradients in another type, sparse ones as they are."""
-    there = [g if g.is_sparse else torch.empty_like(g, dtype=dtype) for g in gradients]
-    pairs = [(t, g) for t, g in zip(there, gradients, strict=True) if not g.is_sparse]
-    if pairs:  # few launches for many tensors
-        torch._foreach_copy_([t for t, _ in pairs], [g for _, g in pairs])
+    """Dense gradients in another type."""
+    there = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+    if there:  # few launches for many tensors
+        torch._foreach_copy_(there, list(gradients))
     return there
+
+
+def reduced(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The gradients with the large ones in another type, to save memory."""
+    large = [not g.is_sparse and g.numel() >= LARGE for g in gradients]
+    there = iter(converted([g for g, to in zip(gradients, large, strict=True) if to], dtype))
+    return [next(there) if to else g for g, to in zip(gradients, large, strict=True)]
 
 
 def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
@@ -91,26 +97,36 @@ def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) 
     mine, others = list(mine), list(others)
     if any(t.is_sparse for t in (*mine, *others)):
         return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
-    types = {t.dtype for t in mine}
-    if len(types) > 1 or types == {t.dtype for t in others}:
-        torch._foreach_add_(mine, others, alpha=alpha)
-        return mine
-    for part in _blocks(others):  # of mixed types torch would add one tensor after another
-        torch._foreach_add_(mine[part], converted(others[part], mine[0].dtype), alpha=alpha)
+    # of mixed types torch would add one tensor after another
+    alike, unlike = [], []
+    for pair in zip(mine, others, strict=True):
+        (alike if pair[0].dtype == pair[1].dtype else unlike).append(pair)
+    for pairs in ([alike] if alike else []) + list(_blocks(unlike)):
+        ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
+        if pairs is not alike:
+            theirs = converted(theirs, ours[0].dtype)
+        torch._foreach_add_(ours, theirs, alpha=alpha)
     return mine
 
+
+LARGE = 1 << 16
+"""Entries of a gradient that are worth being kept in another type."""
 
 _BLOCK = 1 << 25  # entries that are converted at a time
 
 
-def _blocks(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Neighbours that hold not much more than a block."""
-    start = held = 0
-    for end, tensor in enumerate(tensors, 1):
-        held += tensor.numel()
-        if held >= _BLOCK or end == len(tensors):
-            yield slice(start, end)
-            start, held = end, 0
+def _blocks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Neighbours whose first tensors have one type, and hold not much more than a block."""
+    block: list[tuple[Tensor, Tensor]] = []
+    held = 0
+    for pair in pairs:
+        if block and (held >= _BLOCK or pair[0].dtype != block[0][0].dtype):
+            yield block
+            block, held = [], 0
+        block.append(pair)
+        held += pair[0].numel()
+    if block:
+        yield block
 
 
 class Total:
