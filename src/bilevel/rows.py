@@ -86,10 +86,14 @@ def converted(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def reduced(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The gradients with the large ones in another type, to save memory."""
-    large = [not g.is_sparse and g.numel() >= LARGE for g in gradients]
-    there = iter(converted([g for g, to in zip(gradients, large, strict=True) if to], dtype))
-    return [next(there) if to else g for g, to in zip(gradients, large, strict=True)]
+    """A copy of the gradients with the large ones in another type, to save memory."""
+    large = [g for g in gradients if not g.is_sparse and g.numel() >= LARGE]
+    small = [g for g in gradients if not g.is_sparse and g.numel() < LARGE]
+    copies = iter(torch._foreach_mul(small, 1.0)) if small else iter(())
+    there = iter(converted(large, dtype))
+    return [
+        g if g.is_sparse else next(copies) if g.numel() < LARGE else next(there) for g in gradients
+    ]
 
 
 def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
