@@ -133,20 +133,19 @@ class Problem:
     def check(self, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any) -> None:
         """Evaluate the objectives and raise unless they are scalar functions of x and y."""
         with torch.enable_grad(), buffers_kept(x, y):
+            levels = (("upper", self.f, upper_batch), ("lower", self.g, lower_batch))
             with held(x):
-                for name, value in (
-                    ("upper", self.f(x, y, upper_batch)),
-                    ("lower", self.g(x, y, lower_batch)),
-                ):
+                for name, objective, batch in levels:  # one graph at a time: they may be large
+                    value = objective(x, y, batch)
                     if not _depends(value, y):
                         raise ObjectiveError(
                             f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
                             f"depend on y through differentiable operations; check for detach(), "
                             f"item(), no_grad() or an unused y"
                         )
+                    del value
             with held(y):
-                values = self.f(x, y, upper_batch), self.g(x, y, lower_batch)
-                if not any(_depends(value, x) for value in values):
+                if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
                     raise ObjectiveError(
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
