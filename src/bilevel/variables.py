@@ -56,15 +56,16 @@ class Variable:
         self.name = name
         self.value = value
         named: dict[int, tuple[str, Tensor]] = {}
-        self._modules: list[nn.Module] = []
+        self._placed: list[tuple[str, nn.Module]] = []
         for path, node in _walk(value, name):
             if isinstance(node, nn.Module):
-                self._modules.append(node)
+                self._placed.append((path, node))
                 for leaf_name, leaf in node.named_parameters():
                     if leaf.requires_grad or isinstance(node, Table):
                         named.setdefault(id(leaf), (f"{path}.{leaf_name}", leaf))
             else:
                 named.setdefault(id(node), (path, node))
+        self._modules = [module for _, module in self._placed]
         self.names = [path for path, _ in named.values()]
         self.gradient_names = [f"the gradient of {path}" for path in self.names]
         self.leaves = [leaf for _, leaf in named.values()]
@@ -82,10 +83,10 @@ class Variable:
                     f"{path} has dtype {leaf.dtype}, but only floating point tensors can be moved; "
                     f"convert it, for example with .float()"
                 )
-            if leaf.device.type == "meta":
-                raise ArgumentError(
-                    f"{path} is on the meta device and has no values; materialise the module first"
-                )
+            _refuse_meta(path, leaf)
+        for where, module in self._placed:
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                _refuse_meta(f"{where}.{path}", tensor)  # what is frozen is computed with too
         devices = {leaf.device for leaf in self.leaves}
         if len(devices) > 1:
             places = ", ".join(sorted(map(str, devices)))
@@ -396,6 +397,14 @@ def norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all entries together, as a 0-dimensional tensor."""
     total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(entries(tensors))))
     return total
+
+
+def _refuse_meta(path: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ArgumentError(
+            f"{path} is on the meta device and has no values; materialise the module first, for "
+            f"example with module.to_empty(device='cpu') and load_state_dict"
+        )
 
 
 def _looked_up(module: nn.Module) -> Iterator[Tensor]:
