@@ -446,7 +446,11 @@ def on_cuda(*shape: int) -> Tensor:
         ([torch.ones(1, device="meta")], ArgumentError, r"y\[0\] is on the meta device"),
         (nn.Linear(1, 1, device="meta"), ArgumentError, r"y\.weight is on the meta device"),
         (half_meta("weight"), ArgumentError, r"y\.0\.weight is on the meta device"),
-        ({"m": half_meta("running_mean")}, ArgumentError, r"y\['m'\]\.1\.running_mean is on .*meta"),
+        (
+            {"m": half_meta("running_mean")},
+            ArgumentError,
+            r"y\['m'\]\.1\.running_mean is on .*meta",
+        ),
         (
             [torch.ones(1), on_cuda(1)],
             ArgumentError,

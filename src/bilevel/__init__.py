@@ -31,6 +31,7 @@ from bilevel.methods import (
 )
 from bilevel.minimize import Outcome, Result, minimize
 from bilevel.problem import Problem
+from bilevel.shared_adamw import SharedAdamW
 from bilevel.solver import Solver
 from bilevel.table import Table
 
@@ -59,6 +60,7 @@ __all__ = [
     "Problem",
     "Result",
     "Results",
+    "SharedAdamW",
     "Solver",
     "Table",
     "check_hypergradient",

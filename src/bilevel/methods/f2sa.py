@@ -16,7 +16,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Now, Update
+from bilevel.methods.updates import Now, Update, updates_of_copies
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -128,6 +128,9 @@ class F2SA(PaperMethod[F2SAState]):
             of f in it while that of g is computed. False: all at once, in one backward pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
+            It may return a learning-rate scheduler of an optimizer, which then steps after each of
+            its steps, T times for each of x. :class:`~bilevel.SharedAdamW` moves both copies in
+            one metric.
         upper_optimizer: the same for x; replaces upper_lr.
 
     Example:
@@ -206,7 +209,7 @@ class F2SA(PaperMethod[F2SAState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         points = self.stencil.points(y)
-        optimizers = [self.lower_optimizer] * len(self.stencil.lower) + [None]
+        copies = len(self.stencil.lower)
         x_update = self.x_update(problem, x)
         return F2SAState(
             x=x,
@@ -217,8 +220,8 @@ class F2SA(PaperMethod[F2SAState]):
             centre=self.stencil.solution,
             x_update=x_update,
             y_updates=[
-                Update(point, problem.y_projections(point), optimizer)
-                for point, optimizer in zip(points, optimizers, strict=False)
+                *updates_of_copies(points[:copies], problem.y_projections, self.lower_optimizer),
+                *(Update(centre, problem.y_projections(centre)) for centre in points[copies:]),
             ],
         )
 
