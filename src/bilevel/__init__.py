@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.loss_scale import LossScale
 from bilevel.many import Results, minimize_many
 from bilevel.methods import (
     AID,
@@ -54,6 +55,7 @@ __all__ = [
     "SOBO",
     "VPBGD",
     "Checkpoint",
+    "LossScale",
     "Nesterov",
     "NoBilevel",
     "Outcome",

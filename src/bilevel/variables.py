@@ -5,7 +5,8 @@ it, and beside it the flat list of tensors that an algorithm moves. Algorithms s
 objectives see only the value.
 
 Modules. Each copy of a module is a deep copy with **its own buffers**. Parameters that do not
-require a gradient are not copied but shared, because nothing ever writes to them. Buffers that a
+require a gradient are not copied but shared, because nothing ever writes to them. Copies of a
+compiled module run the same compiled code, on their own parameters. Buffers that a
 forward pass changes (the running statistics of BatchNorm, say) move with the inner steps of their
 own copy and only with those: evaluations for the x direction or for the history put them back
 (:func:`buffers_kept`).
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CompileWarning,
+    NonFiniteError,
+    StateError,
+)
 from bilevel.rows import entries, joined, untouched
 from bilevel.table import Table
 
@@ -175,6 +183,11 @@ class Variable:
                 leaf.grad = leaf.grad.coalesce()
             grads.append(leaf.grad)
         return grads
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward pass left a gradient on any leaf."""
+        return any(self._parts) or any(leaf.grad is not None for leaf in self.leaves)
 
     def take_grads(self) -> list[Tensor]:
         """:meth:`grads`, and the leaves are left without."""
@@ -473,7 +486,29 @@ def _copy(
         if share:
             frozen = (p for p in node.parameters() if not p.requires_grad)
             memo.update((id(p), p) for p in frozen if id(p) not in moved)
-        fresh = copy.deepcopy(node, memo)  # which leaves gradients behind
+        fresh = copy.deepcopy(node, memo)  # which leaves gradients and compiled code behind
+        _compile_like(fresh, node)
         if device is not None:
             fresh.to(device)
     memo[id(node)] = fresh
+
+
+def _compile_like(fresh: nn.Module, node: nn.Module) -> None:
+    """Compile the parts of a copy that ``module.compile()`` compiled in place in the original."""
+    parts = dict(fresh.named_modules())
+    for name, part in node.named_modules():
+        compiled = part._compiled_call_impl
+        if compiled is None:
+            continue
+        # torch keeps the arguments of compile() nowhere else
+        cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+        compiler = next((cell.cell_contents for free, cell in cells if free == "self"), None)
+        if not callable(compiler):
+            warnings.warn(
+                f"{type(part).__name__}.compile() of this version of torch cannot be repeated on a "
+                f"copy, which runs as it is; give torch.compile(module) instead",
+                CompileWarning,
+                stacklevel=2,
+            )
+            return
+        parts[name]._compiled_call_impl = compiler(parts[name]._call_impl)
