@@ -50,6 +50,14 @@ def test_the_flat_valleys_example_runs() -> None:
     exec(blocks[0], {})
 
 
+def test_the_loop_for_large_models_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "large-models.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, namespace)
+
+
 @pytest.mark.parametrize(
     "page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.name
 )

@@ -257,9 +257,19 @@ DATA = {
         "^batch_size=2 needs upper_data or lower_data",
     ),
     "chunks of one batch": Bad(
-        lambda: construct(lower_data=rows(), chunk_size=2),
+        lambda: construct(lower_data=rows(), batch_size=2, chunk_size=2),
         ArgumentError,
-        "^chunk_size=2 .* give direction_batch_size too",
+        "^chunk_size=2 leaves minibatches of batch_size=2 whole; give a smaller one",
+    ),
+    "chunks for a method without": Bad(
+        lambda: construct(method="f3sa", lower_data=rows(), batch_size=2, chunk_size=1),
+        ArgumentError,
+        "^chunk_size=1 .* give direction_batch_size too, or use F2SA or F2BA",
+    ),
+    "scale of another kind": Bad(
+        lambda: construct(method=bilevel.F2SA(loss_scale=1024.0)),
+        ArgumentTypeError,
+        r"^loss_scale must be None or bilevel.LossScale\(...\), not 1024.0",
     ),
     "start that is not finite": Bad(
         lambda: construct(x0=torch.tensor([1.0, float("nan")])),
@@ -337,7 +347,7 @@ METHODS = {
     "factory that makes none": Bad(
         lambda: construct(method=F2SA(lower_optimizer=lambda params: 3)),  # type: ignore[arg-type, return-value]
         ArgumentTypeError,
-        "^the optimizer factory of y must return a torch.optim.Optimizer, not 3",
+        "^the optimizer factory of y must return a torch.optim.Optimizer or .*, not 3",
     ),
     "optimizer that evaluates": Bad(
         lambda: construct(method=F2SA(upper_optimizer=torch.optim.LBFGS)),

@@ -407,6 +407,16 @@ def test_a_state_with_other_buffers_is_refused() -> None:
         variable.load_state_dict(state)
 
 
+def half_meta(part: str) -> nn.Sequential:
+    """A module that is whole but for a frozen weight or a buffer, which has no values."""
+    linear, norm_layer = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    if part == "weight":
+        linear.weight = nn.Parameter(torch.ones(2, 2, device="meta"), requires_grad=False)
+    else:
+        setattr(norm_layer, part, torch.ones(2, device="meta"))
+    return nn.Sequential(linear, norm_layer)
+
+
 def on_cuda(*shape: int) -> Tensor:
     """A tensor that says it is on a GPU, on a machine that has none."""
     with FakeTensorMode():
@@ -435,6 +445,12 @@ def on_cuda(*shape: int) -> Tensor:
         (torch.zeros(2, dtype=torch.complex64), ArgumentTypeError, "y has dtype torch.complex64"),
         ([torch.ones(1, device="meta")], ArgumentError, r"y\[0\] is on the meta device"),
         (nn.Linear(1, 1, device="meta"), ArgumentError, r"y\.weight is on the meta device"),
+        (half_meta("weight"), ArgumentError, r"y\.0\.weight is on the meta device"),
+        (
+            {"m": half_meta("running_mean")},
+            ArgumentError,
+            r"y\['m'\]\.1\.running_mean is on .*meta",
+        ),
         (
             [torch.ones(1), on_cuda(1)],
             ArgumentError,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
 from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
+from bilevel.loss_scale import LossScale
 from bilevel.many import Results, minimize_many
 from bilevel.methods import (
     AID,
@@ -31,6 +32,7 @@ from bilevel.methods import (
 )
 from bilevel.minimize import Outcome, Result, minimize
 from bilevel.problem import Problem
+from bilevel.shared_adamw import SharedAdamW
 from bilevel.solver import Solver
 from bilevel.table import Table
 
@@ -53,12 +55,14 @@ __all__ = [
     "SOBO",
     "VPBGD",
     "Checkpoint",
+    "LossScale",
     "Nesterov",
     "NoBilevel",
     "Outcome",
     "Problem",
     "Result",
     "Results",
+    "SharedAdamW",
     "Solver",
     "Table",
     "check_hypergradient",

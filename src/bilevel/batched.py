@@ -59,7 +59,7 @@ def why_alone(method: Method[Any]) -> str | None:
     if type(method) not in (F2SA, F2BA):
         return f"{type(method).__name__} is not one of F2SA and F2BA"
     assert isinstance(method, F2SA)
-    for name in ("lower_optimizer", "upper_optimizer", "acceleration"):
+    for name in ("lower_optimizer", "upper_optimizer", "acceleration", "loss_scale"):
         if getattr(method, name, None) is not None:
             return f"{name} keeps a state of its own for each run"
     if method.accumulate:
@@ -185,6 +185,8 @@ def _stacked_draw(group: Sequence[Run], choices: Choices, home: torch.device) ->
     draws, inside = zip(
         *(choices.sampling.draw(run.seed, choices.place, home) for run in group), strict=True
     )
+    if draws[0].chunked and draws[0].direction_batch_size is None:
+        raise UnbatchableError("chunk_size is to save memory, of which many runs at once take more")
     upper = together([draw.upper for draw in draws], inside)
     lower = together([draw.lower for draw in draws], inside)
     return Draw(upper, lower, draws[0].direction_batch_size, draws[0].chunk_size)

@@ -308,18 +308,22 @@ class Phi:
             return multiplier * self.lower
         return torch.add(self.upper, self.lower, alpha=multiplier)
 
-    def backward(self, multiplier: float, step: int, watch: Watch | None = None) -> None:
-        """Leave every direction on the leaves; a non-finite term stops the run by its name.
+    def backward(
+        self, multiplier: float, step: int, watch: Watch | None = None, scale: float = 1.0
+    ) -> None:
+        """Leave ``scale`` times every direction on the leaves.
 
-        With a ``watch``, when that is read.
+        A non-finite term stops the run by its name; with a ``watch``, when that is read.
         """
-        self.backward_of(self.at(multiplier), step, watch)
+        self.backward_of(self.at(multiplier), step, watch, scale)
 
-    def backward_of(self, value: Tensor, step: int, watch: Watch | None = None) -> None:
+    def backward_of(
+        self, value: Tensor, step: int, watch: Watch | None = None, scale: float = 1.0
+    ) -> None:
         """The same for another scalar made of the terms."""
         (watch or Watch(step, at_once=True)).scalar(value, self.terms)
         if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
-            value.backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
+            _magnified(scale, value).backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
 
 
 def evaluate(
@@ -356,6 +360,7 @@ def accumulate(
     watch: Watch,
     done: Callable[[Variable], None] | None = None,
     kept_as: torch.dtype | None = None,
+    scale: float = 1.0,
 ) -> dict[str, Tensor]:
     """What ``evaluate(...).backward(...)`` leaves on the leaves, from one term after another.
 
@@ -365,6 +370,7 @@ def accumulate(
         problem, stencil, x, points, samples, multiplier, watch: as there.
         done: called with each point when its gradient is complete; it may move the point.
         kept_as: how the gradient of a point's first term is kept while the next is differentiated.
+        scale: so many times the gradient is left.
     """
     terms: dict[str, Tensor] = {}
     inputs = {id(point): _leaves(x, [point]) for point in points}
@@ -375,7 +381,7 @@ def accumulate(
         scaled = None
         if value.requires_grad:
             weight = term.weight if term.level == "upper" else multiplier * term.weight
-            scaled = weight * value
+            scaled = weight * _magnified(scale, value)
             scaled.backward(inputs=inputs[id(term.y)])  # type: ignore[no-untyped-call]
         del value, scaled  # the last that holds on to the activations
         point = term.y
@@ -445,6 +451,13 @@ def _added(total: Tensor | None, weight: float, value: Tensor) -> Tensor:
 
 def _scaled(factor: float, value: Tensor) -> Tensor:
     return value if factor == 1 else factor * value
+
+
+def _magnified(scale: float, value: Tensor) -> Tensor:
+    """Scale * value, where that may be more than a half precision holds."""
+    if scale == 1:
+        return value
+    return scale * value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _scalar(name: str, value: Any) -> Tensor:

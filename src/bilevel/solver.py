@@ -30,7 +30,7 @@ from bilevel.errors import (
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
-from bilevel.streams import DirectionSize, Draw, stream_of
+from bilevel.streams import DirectionSize, Draw, NoData, stream_of
 from bilevel.variables import Variable, buffers_kept
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
@@ -61,11 +61,6 @@ class Sampling:
             size = getattr(self, name)
             if size is not None and self.upper_data is None and self.lower_data is None:
                 raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
-        if self.chunk_size is not None and self.direction_batch_size is None:
-            raise ArgumentError(
-                f"chunk_size={self.chunk_size!r} is for the parts of a larger batch behind the x "
-                f"direction; give direction_batch_size too"
-            )
 
     def draw(
         self, seed: int, place: torch.device | None, home: torch.device
@@ -98,7 +93,16 @@ class Sampling:
                 f"{' and '.join(own)} brings its own batches; leave batch_size out"
             )
         chunk = self.batch_size if self.chunk_size is None else self.chunk_size
-        draw = Draw(upper, lower, self.direction_batch_size, chunk)
+        sizes = [
+            self.batch_size if stream.sampled_here else None
+            for stream in (upper, lower)
+            if not isinstance(stream, NoData)
+        ]
+        # a batch whose size is not decided here may be of any
+        chunked = self.chunk_size is not None and any(
+            size is None or size > self.chunk_size for size in sizes
+        )
+        draw = Draw(upper, lower, self.direction_batch_size, chunk, chunked)
         return draw, PrivateRandomness(seeds[2] >> 1, home)
 
     def described(self) -> dict[str, Any]:
@@ -139,8 +143,10 @@ class Solver:
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
-        chunk_size: the largest part in which those are evaluated, so that memory stays flat. None:
-            as batch_size.
+        chunk_size: the largest part in which samples are evaluated, so that memory stays flat:
+            those behind the x direction and, with F2SA and F2BA, each minibatch, whose gradients
+            are accumulated over its parts. Objectives that are means over their batch have the same
+            gradients then. None: as batch_size.
         seed: of everything random in the run, the objectives' own use of torch's global generator
             included.
         device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
@@ -187,6 +193,7 @@ class Solver:
         place = None if device is None else torch.device(device)
         x, y = start_at(x0, y0, place)
         self.draw, self._randomness = sampling.draw(seed, place, x.device)
+        _check_chunks(sampling, self.draw, self.method)
         self.method.check(problem, self.draw, x)
         with self._randomness:
             problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
@@ -412,6 +419,23 @@ class Solver:
                     f"{name}(x, y) was {other!r} at the saved point and is {value!r} here: the "
                     f"objectives or the data are others",
                 )
+
+
+def _check_chunks(sampling: Sampling, draw: Draw, method: Method[Any]) -> None:
+    """Refuse a chunk_size that would be ignored."""
+    if sampling.chunk_size is None or sampling.direction_batch_size is not None:
+        return
+    if not method.takes_chunks:
+        raise ArgumentError(
+            f"chunk_size={sampling.chunk_size!r} is for the parts of a larger batch behind the x "
+            f"direction: give direction_batch_size too, or use F2SA or F2BA, which also take the "
+            f"minibatches of y in parts"
+        )
+    if not draw.chunked:
+        raise ArgumentError(
+            f"chunk_size={sampling.chunk_size!r} leaves minibatches of batch_size="
+            f"{sampling.batch_size!r} whole; give a smaller one, or direction_batch_size too"
+        )
 
 
 _PROBLEM = ("upper", "lower", "x_set", "y_set")

@@ -170,8 +170,11 @@ class StackedWatch(Watch):
 class StackedPhi(Phi):
     """Phi of every run; ``upper``, ``lower`` and the terms hold one number per run."""
 
-    def backward_of(self, value: Tensor, step: int, watch: Watch | None = None) -> None:
+    def backward_of(
+        self, value: Tensor, step: int, watch: Watch | None = None, scale: float = 1.0
+    ) -> None:
         assert watch is not None, "what looks after one run cannot look after many"
+        assert scale == 1.0, "loss_scale is for one run"
         watch.scalar(value, self.terms)
         if value.requires_grad:
             value.sum().backward(inputs=self.leaves)  # type: ignore[no-untyped-call]

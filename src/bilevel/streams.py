@@ -49,6 +49,9 @@ class Sample:
     lower_share: float = 1.0
 
 
+_ABSENT = Sample(None, None, 0.0, 0.0)
+
+
 class Stream(ABC):
     """The batches of one level.
 
@@ -418,6 +421,7 @@ class Draw:
         lower: the stream behind g.
         direction_batch_size: how many samples are behind an x direction; None: one batch.
         chunk_size: the largest part in which those are evaluated.
+        chunked: whether minibatches too may be larger than that, and are to be taken in parts.
     """
 
     def __init__(
@@ -426,11 +430,13 @@ class Draw:
         lower: Stream,
         direction_batch_size: DirectionSize = None,
         chunk_size: int | None = None,
+        chunked: bool = False,
     ) -> None:
         self.upper = upper
         self.lower = lower
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
+        self.chunked = chunked
 
     @property
     def sweeps(self) -> bool:
@@ -447,25 +453,39 @@ class Draw:
             for f, g in nodes
         ]
 
+    def inner_parts(self, nodes: Nodes, shared: bool) -> list[list[Sample]]:
+        """The same in parts, for each part one sample per point."""
+        samples = self.inner(nodes, shared)
+        if not self.chunked:
+            return [samples]
+        # points that share their sample share its parts, by which they are known to
+        parts = {id(sample): list(self._split(sample)) for sample in samples}
+        of_points = (parts[id(sample)] for sample in samples)
+        return [list(part) for part in zip_longest(*of_points, fillvalue=_ABSENT)]
+
+    def _split(self, sample: Sample) -> Iterator[Sample]:
+        return _paired(
+            _batch_parts(sample.upper, self.chunk_size), _batch_parts(sample.lower, self.chunk_size)
+        )
+
     def direction(self, nodes: Nodes, shared: bool) -> Iterator[list[Sample]]:
         """The samples behind one x direction: in parts, for each part one sample per point."""
+        if self.direction_batch_size is None and self.chunked:
+            yield from self.inner_parts(nodes, shared)
+            return
         if shared:
             for sample in self._parts(True, True):
                 yield [sample] * len(nodes)
             return
-        absent = Sample(None, None, 0.0, 0.0)
-        for part in zip_longest(*(self._parts(f, g) for f, g in nodes), fillvalue=absent):
+        for part in zip_longest(*(self._parts(f, g) for f, g in nodes), fillvalue=_ABSENT):
             yield list(part)
 
     def _parts(self, with_upper: bool, with_lower: bool) -> Iterator[Sample]:
         size, chunk = self.direction_batch_size, self.chunk_size
-        absent = (None, 0.0)
-        uppers = self.upper.parts(size, chunk) if with_upper else iter(())
-        lowers = self.lower.parts(size, chunk) if with_lower else iter(())
-        for (upper, upper_share), (lower, lower_share) in zip_longest(
-            uppers, lowers, fillvalue=absent
-        ):
-            yield Sample(upper, lower, upper_share, lower_share)
+        return _paired(
+            self.upper.parts(size, chunk) if with_upper else (),
+            self.lower.parts(size, chunk) if with_lower else (),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of both streams."""
@@ -586,6 +606,25 @@ def in_parts(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
     for start in range(0, count, chunk):
         stop = min(start + chunk, count)
         yield slice(start, stop), (stop - start) / count
+
+
+def _paired(
+    uppers: Iterable[tuple[Any, float]], lowers: Iterable[tuple[Any, float]]
+) -> Iterator[Sample]:
+    """Parts of both levels side by side; where one has fewer, its term is absent."""
+    for (upper, upper_share), (lower, lower_share) in zip_longest(
+        uppers, lowers, fillvalue=(None, 0.0)
+    ):
+        yield Sample(upper, lower, upper_share, lower_share)
+
+
+def _batch_parts(batch: Any, chunk: int | None) -> Iterator[tuple[Any, float]]:
+    """A batch in parts of at most ``chunk`` samples, each with its share of the whole."""
+    if batch is None:
+        yield None, 1.0
+        return
+    for rows, share in in_parts(_rows(batch), chunk):
+        yield (batch if share == 1 else take_rows(batch, rows)), share
 
 
 def take_rows(data: Any, rows: Tensor | slice) -> Any:

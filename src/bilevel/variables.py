@@ -5,7 +5,8 @@ it, and beside it the flat list of tensors that an algorithm moves. Algorithms s
 objectives see only the value.
 
 Modules. Each copy of a module is a deep copy with **its own buffers**. Parameters that do not
-require a gradient are not copied but shared, because nothing ever writes to them. Buffers that a
+require a gradient are not copied but shared, because nothing ever writes to them. Copies of a
+compiled module run the same compiled code, on their own parameters. Buffers that a
 forward pass changes (the running statistics of BatchNorm, say) move with the inner steps of their
 own copy and only with those: evaluations for the x direction or for the history put them back
 (:func:`buffers_kept`).
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CompileWarning,
+    NonFiniteError,
+    StateError,
+)
 from bilevel.rows import entries, joined, untouched
 from bilevel.table import Table
 
@@ -56,15 +64,16 @@ class Variable:
         self.name = name
         self.value = value
         named: dict[int, tuple[str, Tensor]] = {}
-        self._modules: list[nn.Module] = []
+        self._placed: list[tuple[str, nn.Module]] = []
         for path, node in _walk(value, name):
             if isinstance(node, nn.Module):
-                self._modules.append(node)
+                self._placed.append((path, node))
                 for leaf_name, leaf in node.named_parameters():
                     if leaf.requires_grad or isinstance(node, Table):
                         named.setdefault(id(leaf), (f"{path}.{leaf_name}", leaf))
             else:
                 named.setdefault(id(node), (path, node))
+        self._modules = [module for _, module in self._placed]
         self.names = [path for path, _ in named.values()]
         self.gradient_names = [f"the gradient of {path}" for path in self.names]
         self.leaves = [leaf for _, leaf in named.values()]
@@ -82,10 +91,10 @@ class Variable:
                     f"{path} has dtype {leaf.dtype}, but only floating point tensors can be moved; "
                     f"convert it, for example with .float()"
                 )
-            if leaf.device.type == "meta":
-                raise ArgumentError(
-                    f"{path} is on the meta device and has no values; materialise the module first"
-                )
+            _refuse_meta(path, leaf)
+        for where, module in self._placed:
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                _refuse_meta(f"{where}.{path}", tensor)  # what is frozen is computed with too
         devices = {leaf.device for leaf in self.leaves}
         if len(devices) > 1:
             places = ", ".join(sorted(map(str, devices)))
@@ -174,6 +183,11 @@ class Variable:
                 leaf.grad = leaf.grad.coalesce()
             grads.append(leaf.grad)
         return grads
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward pass left a gradient on any leaf."""
+        return any(self._parts) or any(leaf.grad is not None for leaf in self.leaves)
 
     def take_grads(self) -> list[Tensor]:
         """:meth:`grads`, and the leaves are left without."""
@@ -398,6 +412,14 @@ def norm(tensors: list[Tensor]) -> Tensor:
     return total
 
 
+def _refuse_meta(path: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ArgumentError(
+            f"{path} is on the meta device and has no values; materialise the module first, for "
+            f"example with module.to_empty(device='cpu') and load_state_dict"
+        )
+
+
 def _looked_up(module: nn.Module) -> Iterator[Tensor]:
     """The parameters of a module whose gradients are sparse."""
     for part in module.modules():
@@ -464,7 +486,29 @@ def _copy(
         if share:
             frozen = (p for p in node.parameters() if not p.requires_grad)
             memo.update((id(p), p) for p in frozen if id(p) not in moved)
-        fresh = copy.deepcopy(node, memo)  # which leaves gradients behind
+        fresh = copy.deepcopy(node, memo)  # which leaves gradients and compiled code behind
+        _compile_like(fresh, node)
         if device is not None:
             fresh.to(device)
     memo[id(node)] = fresh
+
+
+def _compile_like(fresh: nn.Module, node: nn.Module) -> None:
+    """Compile the parts of a copy that ``module.compile()`` compiled in place in the original."""
+    parts = dict(fresh.named_modules())
+    for name, part in node.named_modules():
+        compiled = part._compiled_call_impl
+        if compiled is None:
+            continue
+        # torch keeps the arguments of compile() nowhere else
+        cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+        compiler = next((cell.cell_contents for free, cell in cells if free == "self"), None)
+        if not callable(compiler):
+            warnings.warn(
+                f"{type(part).__name__}.compile() of this version of torch cannot be repeated on a "
+                f"copy, which runs as it is; give torch.compile(module) instead",
+                CompileWarning,
+                stacklevel=2,
+            )
+            return
+        parts[name]._compiled_call_impl = compiler(parts[name]._call_impl)

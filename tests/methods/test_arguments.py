@@ -85,6 +85,9 @@ VALUES: dict[str, Refused] = {
     + all_of(
         torch.int64, error=ArgumentTypeError, says="must be True, False or a floating point type"
     ),
+    "loss_scale": all_of(
+        2.0, True, bilevel.LossScale, error=ArgumentTypeError, says=r"must be None or bilevel\.Loss"
+    ),
     "scheme": one_of("forward", "central", "midpoint"),
     "coupling": one_of("shared", "independent"),
     "recursion": one_of("separate", "combined"),

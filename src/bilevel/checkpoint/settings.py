@@ -82,7 +82,9 @@ def of_optimizers(state: State) -> dict[str, Any]:
     found = {}
     for name, value in vars(state).items():
         for number, update in enumerate(value if isinstance(value, list) else [value]):
-            optimizer = update.optimizer if isinstance(update, Update) else None
+            if not isinstance(update, Update):
+                continue
+            optimizer, scheduler = update.optimizer, update.scheduler
             if optimizer is not None:
                 groups = [
                     {option: part for option, part in group.items() if option != "params"}
@@ -91,6 +93,7 @@ def of_optimizers(state: State) -> dict[str, Any]:
                 found[f"{name}[{number}]"] = {
                     "kind": type(optimizer).__qualname__,
                     "groups": described(groups),
+                    **({} if scheduler is None else {"scheduler": type(scheduler).__qualname__}),
                 }
     return found
 

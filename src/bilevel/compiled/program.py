@@ -58,6 +58,10 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
         reason = "lower_optimizer decides how y moves"
     elif method.accumulate:
         reason = "accumulate=True takes the terms apart, which a compiled step takes together"
+    elif method.loss_scale is not None:
+        reason = "loss_scale decides after each evaluation whether to repeat it"
+    elif draw.chunked and draw.direction_batch_size is None:
+        reason = "chunk_size takes minibatches apart, which a compiled step takes whole"
     elif any(any(variable.by_rows) for variable in (state.x, state.solution)):
         reason = "the rows of a table are gathered and scattered by code of their own"
     elif tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:

@@ -267,11 +267,13 @@ class Method(ABC, Generic[S]):
 
     Attributes:
         properties: what a user compares methods by.
+        takes_chunks: whether an inner step can take its minibatch in parts.
         lacks: arguments of other methods, and why this one has none of them, where there is more to
             say than :mod:`bilevel.methods.refusals` says of every method.
     """
 
     properties: ClassVar[Properties]
+    takes_chunks: ClassVar[bool] = False
     lacks: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls: type[M], *_: Any, **given: Any) -> M:

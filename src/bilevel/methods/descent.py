@@ -29,8 +29,8 @@ class DescentMethod(Method[S]):
     Args:
         lower_lr: the step of y. "auto": found, see :mod:`bilevel.methods.pace`.
         upper_lr: the step of x. "auto": found, see :mod:`bilevel.methods.adaptive`.
-        lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y instead of plain steps;
-            replaces lower_lr.
+        lower_optimizer: a factory ``params -> torch.optim.Optimizer``, or learning-rate scheduler
+            of one, for y instead of plain steps; replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.
     """
 

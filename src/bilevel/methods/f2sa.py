@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from bilevel import theory
 from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.loss_scale import LossScale, Scaling
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Now, Update
+from bilevel.methods.updates import Now, Update, updates_of_copies
 from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
@@ -35,12 +36,14 @@ class F2SAState(State):
         centre: which of the points is the lower solution.
         x_update: how x moves.
         y_updates: how each of the points moves; the centre only into its set.
+        scaling: of Phi, when it is differentiated.
     """
 
     points: list[Variable]
     centre: int
     x_update: Update
     y_updates: list[Update]
+    scaling: Scaling = field(default_factory=Scaling)
 
     @property
     def penalised(self) -> Variable:
@@ -128,8 +131,13 @@ class F2SA(PaperMethod[F2SAState]):
             of f in it, where that is large, while that of g is computed (objectives compiled
             with ``mode="reduce-overhead"`` write over what is not copied, and need a dtype, if
             only ``torch.float32``). False: all at once, in one backward pass.
+        loss_scale: for objectives in float16, see :class:`~bilevel.LossScale`. None: Phi is
+            differentiated as it is. With it the gradients of all copies are held at a time.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
+            It may return a learning-rate scheduler of an optimizer, which then steps after each of
+            its steps, T times for each of x. :class:`~bilevel.SharedAdamW` moves both copies in
+            one metric.
         upper_optimizer: the same for x; replaces upper_lr.
 
     Example:
@@ -151,8 +159,10 @@ class F2SA(PaperMethod[F2SAState]):
     order: int | None = None
     single_pass: bool = False
     accumulate: bool | torch.dtype = False
+    loss_scale: LossScale | None = None
 
     algorithm = "f2sa"
+    takes_chunks = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
@@ -171,6 +181,10 @@ class F2SA(PaperMethod[F2SAState]):
         elif not self.accumulate.is_floating_point:
             raise ArgumentTypeError(
                 f"accumulate must be True, False or a floating point type, not {self.accumulate!r}"
+            )
+        if not isinstance(self.loss_scale, LossScale | None):
+            raise ArgumentTypeError(
+                f"loss_scale must be None or bilevel.LossScale(...), not {self.loss_scale!r}"
             )
         if self.order is not None:
             check_count("order", self.order, least=2)
@@ -208,7 +222,7 @@ class F2SA(PaperMethod[F2SAState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         points = self.stencil.points(y)
-        optimizers = [self.lower_optimizer] * len(self.stencil.lower) + [None]
+        copies = len(self.stencil.lower)
         x_update = self.x_update(problem, x)
         return F2SAState(
             x=x,
@@ -219,9 +233,10 @@ class F2SA(PaperMethod[F2SAState]):
             centre=self.stencil.solution,
             x_update=x_update,
             y_updates=[
-                Update(point, problem.y_projections(point), optimizer)
-                for point, optimizer in zip(points, optimizers, strict=False)
+                *updates_of_copies(points[:copies], problem.y_projections, self.lower_optimizer),
+                *(Update(centre, problem.y_projections(centre)) for centre in points[copies:]),
             ],
+            scaling=Scaling(self.loss_scale),
         )
 
     def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
@@ -244,32 +259,35 @@ class F2SA(PaperMethod[F2SAState]):
         lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
         moves = self.moves(state, now)
         late = state.may_be_late
+        one_by_one = self._one_by_one and not draw.chunked
         watch = problem.watch(state.k, x.device, before=state.unread)
 
         with held(x):
             for _ in range(done, self.inner_steps - self.single_pass):
-                samples = draw.inner(nodes, shared)
-                if self._one_by_one:
+                if one_by_one:
+                    samples = draw.inner(nodes, shared)
                     self._one_after_another(problem, state, lam, samples, moves, watch, True)
                 else:
-                    self._differentiate(problem, state, lam, samples, watch)
+                    for samples in draw.inner_parts(nodes, shared):
+                        self._differentiate(problem, state, lam, samples, watch)
                     self._move_copies(state, moves, watch)
 
         tally = Tally(problem, state, measure, watch)
-        if self.single_pass and self._one_by_one:
+        if self.single_pass and one_by_one:
             samples = draw.inner(nodes, shared)
             tally.evaluate(_reported(samples), self._names(x, points, samples))
             terms = self._one_after_another(problem, state, lam, samples, moves, watch, late)
             tally.take(terms)
         elif self.single_pass:
-            self._direction(problem, state, lam, [draw.inner(nodes, shared)], tally, watch)
+            parts = draw.inner_parts(nodes, shared)
+            self._direction(problem, state, lam, parts, tally, watch)
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
         upper_lr = state.x_update.choose(now.upper)
         watch.gradients([(x, upper_lr)])
         info = tally.info(x.grads(), gamma, upper_lr, lam)
-        if self.single_pass and not self._one_by_one:
+        if self.single_pass and not one_by_one:
             self._move_copies(state, moves, watch, late=late)
         elif not late:
             watch.read()
@@ -283,9 +301,10 @@ class F2SA(PaperMethod[F2SAState]):
         """Whether each copy moves when its own gradient is there, and before that of the next.
 
         So there is one gradient at a time. Where f is evaluated between the copies, all of them
-        depend on its gradient.
+        depend on its gradient; and where a gradient may have to be computed again, no copy moves
+        before all are there.
         """
-        return bool(self.accumulate) and not self.stencil.f_at_centre
+        return bool(self.accumulate) and not self.stencil.f_at_centre and self.loss_scale is None
 
     def _one_after_another(
         self,
@@ -345,11 +364,15 @@ class F2SA(PaperMethod[F2SAState]):
         self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
     ) -> dict[str, Tensor]:
         """Leave the gradient of Phi on the leaves; its terms."""
-        if self.accumulate:
-            return self._accumulated(problem, state, lam, samples, watch)
-        phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-        phi.backward(lam, state.k, watch)
-        return phi.terms
+
+        def attempt(scale: float) -> dict[str, Tensor]:
+            if self.accumulate:
+                return self._accumulated(problem, state, lam, samples, watch, scale=scale)
+            phi = evaluate(problem, self.stencil, state.x, state.points, samples)
+            phi.backward(lam, state.k, watch, scale)
+            return phi.terms
+
+        return state.scaling.differentiate(attempt, [state.x, *state.points])
 
     def _accumulated(
         self,
@@ -359,10 +382,11 @@ class F2SA(PaperMethod[F2SAState]):
         samples: list[Sample],
         watch: Watch,
         done: Callable[[Variable], None] | None = None,
+        scale: float = 1.0,
     ) -> dict[str, Tensor]:
         kept_as = self.accumulate if isinstance(self.accumulate, torch.dtype) else None
         return accumulate(
-            problem, self.stencil, state.x, state.points, samples, lam, watch, done, kept_as
+            problem, self.stencil, state.x, state.points, samples, lam, watch, done, kept_as, scale
         )
 
     def moves(self, state: F2SAState, now: Now) -> Moves:

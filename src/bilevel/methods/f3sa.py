@@ -16,7 +16,7 @@ from bilevel.checks import check_choice
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Update
+from bilevel.methods.updates import Update, updates_of_copies
 from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
 from bilevel.randomness import Rewind
 from bilevel.rows import dense
@@ -160,9 +160,7 @@ class F3SA(PaperMethod[F3SAState]):
     def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
         z = y.clone("z")
         x_update = self.x_update(problem, x)
-        y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
-        z_update = Update(z, problem.y_projections(z), self.lower_optimizer)
-
+        y_update, z_update = updates_of_copies([y, z], problem.y_projections, self.lower_optimizer)
         terms = 2 if self.recursion == "separate" else 1
         return F3SAState(
             x=x,

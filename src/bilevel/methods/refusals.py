@@ -44,6 +44,7 @@ REASONS: Mapping[str, str] = {
         "of its own"
     ),
     "accumulate": "only F2SA and F2BA can differentiate the terms of Phi one after another",
+    "loss_scale": "only F2SA and F2BA can scale Phi before they differentiate it",
     "momentum": (
         "recursive momentum of the gradients is F3SA's; for momentum of the steps give an "
         "optimizer that has it"

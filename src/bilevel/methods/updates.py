@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError
 from bilevel.methods.base import saved
 from bilevel.rows import entries, every_row, touched
 from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 from bilevel.sets import Projection, RowNumbers, RowWise
+from bilevel.shared_adamw import SharedAdamW
 from bilevel.variables import Variable
 
-OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""``params -> torch.optim.Optimizer``, such as ``lambda p: torch.optim.Adam(p, lr=1e-3)``."""
+OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer | LRScheduler]
+"""``params -> torch.optim.Optimizer``, such as ``lambda p: torch.optim.Adam(p, lr=1e-3)``.
+
+Or a learning-rate scheduler of one, which steps after each of its steps:
+``lambda p: CosineAnnealingLR(torch.optim.Adam(p, lr=1e-3), T_max=1000)``.
+"""
 
 FoundRate: TypeAlias = Rate | Literal["auto"]
 """A rate, or that it is to be found on the way."""
@@ -126,13 +133,17 @@ def rate_or_optimizer(
 
 
 class Update:
-    """How one variable moves: by plain steps or by the user's optimizer, then back into its set."""
+    """How one variable moves: by plain steps or by the user's optimizer, then back into its set.
+
+    ``leader`` is how another copy of the variable moves, which always does so before this one.
+    """
 
     def __init__(
         self,
         variable: Variable,
         projections: Sequence[Projection | None],
         factory: OptimizerFactory | None = None,
+        leader: Update | None = None,
     ) -> None:
         self._variable = variable
         self._projections = [
@@ -140,7 +151,13 @@ class Update:
             for index, project in enumerate(projections)
             if project is not None
         ]
-        self._optimizer = None if factory is None else _built(factory, variable)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: LRScheduler | None = None
+        if factory is not None:
+            self._optimizer, self._scheduler = _built(factory, variable)
+        first = None if leader is None else leader.optimizer
+        if isinstance(self._optimizer, SharedAdamW) and isinstance(first, SharedAdamW):
+            self._optimizer.follow(first)
         self.project()
 
     def choose(self, rate: float, gain: float = 1.0) -> float:
@@ -158,6 +175,11 @@ class Update:
         return self._optimizer
 
     @property
+    def scheduler(self) -> LRScheduler | None:
+        """That of the optimizer's learning rate, if there is one."""
+        return self._scheduler
+
+    @property
     def plain(self) -> bool:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
@@ -166,10 +188,13 @@ class Update:
     def can_stay(self) -> bool:
         """Whether :meth:`apply` can leave everything as it is without the device being asked.
 
-        With an optimizer: one of torch's that is fused, which can skip a step for a scaler of
-        gradients. Others would still decay weights and follow their momentum.
+        With an optimizer: one that can skip a step for a scaler of gradients, as torch's fused ones
+        do. Others would still decay weights and follow their momentum, and a scheduler would count
+        a step that was not taken.
         """
-        return self._optimizer is None or _skips(self._optimizer)
+        if self._optimizer is None:
+            return True
+        return _skips(self._optimizer) and self._scheduler is None
 
     def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
         """Move against ``gain`` times the gradients on the leaves, and clear these.
@@ -191,6 +216,8 @@ class Update:
                     if gain != 1.0:
                         torch._foreach_mul_(entries(grads), gain)
                     _optimizer_step(self._optimizer, self._variable, grads)
+            if self._scheduler is not None:
+                self._scheduler.step()
         self._variable.clear_grads()
         if self._projections:
             self.project(grads)
@@ -236,19 +263,44 @@ class Update:
         return inside
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, where there is one."""
-        return {} if self._optimizer is None else saved(self._optimizer.state_dict())
+        """The optimizer's state, where there is one, and its scheduler's."""
+        if self._optimizer is None:
+            return {}
+        state: dict[str, Any] = saved(self._optimizer.state_dict())
+        if self._scheduler is not None:
+            state["scheduler"] = saved(self._scheduler.state_dict())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved optimizer's state."""
-        if bool(state) != (self._optimizer is not None):
-            raise StateError(
-                f"the state of {self._variable.name} was saved "
-                f"{'with' if state else 'without'} an optimizer, but here it is the other way round"
-            )
+        """Take over a saved optimizer's state, and its scheduler's."""
+        for there, mine, what in (
+            (bool(state), self._optimizer, "an optimizer"),
+            ("scheduler" in state, self._scheduler, "a learning-rate scheduler"),
+        ):
+            if there != (mine is not None):
+                raise StateError(
+                    f"the state of {self._variable.name} was saved {'with' if there else 'without'}"
+                    f" {what}, but here it is the other way round"
+                )
         if self._optimizer is not None:
             self._optimizer.load_state_dict(saved(state))
             _restore_types(self._optimizer, state)
+        if self._scheduler is not None:
+            like = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(_with_counters(like, state["scheduler"]))
+
+
+def updates_of_copies(
+    copies: Sequence[Variable],
+    projections: Callable[[Variable], Sequence[Projection | None]],
+    factory: OptimizerFactory | None,
+) -> list[Update]:
+    """How copies of one variable move that always move in this order."""
+    updates: list[Update] = []
+    for copy in copies:
+        leader = updates[0] if updates else None
+        updates.append(Update(copy, projections(copy), factory, leader))
+    return updates
 
 
 _BLOCK = 1 << 20  # rows of a table that are projected at a time where all of them are
@@ -273,6 +325,17 @@ def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 mine[name] = value.to(mine[name].device, copy=True)
 
 
+def _with_counters(mine: Any, theirs: Any) -> Any:
+    """What was saved as plain types, with a Counter wherever there is one now."""
+    if isinstance(mine, Counter):
+        return Counter(theirs)
+    if isinstance(mine, dict):
+        return {key: _with_counters(mine.get(key), value) for key, value in theirs.items()}
+    if isinstance(mine, list | tuple):
+        return type(mine)(map(_with_counters, mine, theirs))
+    return saved(theirs)
+
+
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -281,8 +344,12 @@ def _skippable_step(optimizer: Any, gain: float, bad: Tensor | None) -> None:
     """A step along ``gain`` times the gradients, as a scaler of gradients asks for it.
 
     The optimizer divides by the scale and skips where something is infinite in the one pass that
-    it makes over the gradients anyway.
+    it makes over the gradients anyway; but its hooks, which clip perhaps, see what it steps along.
     """
+    if optimizer._optimizer_step_pre_hooks and gain != 1.0:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        torch._foreach_mul_(grads, gain)
+        gain = 1.0
     device = optimizer.param_groups[0]["params"][0].device
     optimizer.grad_scale = torch.full((), 1 / gain, device=device)
     optimizer.found_inf = torch.zeros((), device=device) if bad is None else bad.to(torch.float32)
@@ -306,12 +373,21 @@ def _optimizer_step(
         optimizer.step()
 
 
-def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimizer:
-    optimizer = factory(variable.leaves)
+def _built(
+    factory: OptimizerFactory, variable: Variable
+) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    made = factory(variable.leaves)
+    scheduler = made if isinstance(made, LRScheduler) else None
+    optimizer = made.optimizer if isinstance(made, LRScheduler) else made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(
-            f"the optimizer factory of {variable.name} must return a torch.optim.Optimizer, "
-            f"not {optimizer!r}"
+            f"the optimizer factory of {variable.name} must return a torch.optim.Optimizer or a "
+            f"learning-rate scheduler of one, not {optimizer!r}"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ArgumentTypeError(
+            f"the scheduler of {variable.name} is ReduceLROnPlateau, which waits for a number that "
+            f"nobody gives it; choose one that goes by the count of steps"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(
@@ -325,7 +401,7 @@ def _built(factory: OptimizerFactory, variable: Variable) -> torch.optim.Optimiz
             f"was given; return for example torch.optim.Adam(params, lr=1e-3)"
         )
     _check_sparse(optimizer, variable)
-    return optimizer
+    return optimizer, scheduler
 
 
 _SPARSE: dict[type, tuple[str, ...]] = {
@@ -339,7 +415,9 @@ _SPARSE: dict[type, tuple[str, ...]] = {
 def _check_sparse(optimizer: torch.optim.Optimizer, variable: Variable) -> None:
     """Refuse one of torch's optimizers that would fail on the gradients of rows."""
     kind = next(
-        base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")
+        base
+        for base in type(optimizer).__mro__
+        if base is SharedAdamW or base.__module__.startswith("torch.optim")
     )
     if kind is torch.optim.Optimizer or not any(variable.by_rows):
         return  # the user's own is trusted to know what it is given
