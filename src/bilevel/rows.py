@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bilevel.shards import part_of
+
 
 def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = False) -> Tensor:
     """The gradient with ``values`` at ``rows``; ``once``: these ascend, each named once."""
@@ -49,11 +51,11 @@ def touched(gradient: Tensor) -> Tensor:
 
 
 def entries(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What each gradient stores: all its entries, or those of the rows it touches.
+    """What each gradient stores here: all its entries, those of the rows it touches, or its part.
 
     They are views: what is done to them in place is done to the gradients.
     """
-    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return [g.coalesce().values() if g.is_sparse else part_of(g) for g in gradients]
 
 
 def dense(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -81,7 +83,7 @@ def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) 
     """``mine + alpha * others``, one by one; in place where all are dense."""
     mine, others = list(mine), list(others)
     if not any(t.is_sparse for t in (*mine, *others)):
-        torch._foreach_add_(mine, others, alpha=alpha)
+        torch._foreach_add_(entries(mine), entries(others), alpha=alpha)
         return mine
     return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
 

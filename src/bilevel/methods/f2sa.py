@@ -151,6 +151,7 @@ class F2SA(PaperMethod[F2SAState]):
     accumulate: bool | torch.dtype = False
 
     algorithm = "f2sa"
+    data_parallel = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",

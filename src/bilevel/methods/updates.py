@@ -16,6 +16,7 @@ from bilevel.methods.base import saved
 from bilevel.rows import entries, every_row, touched
 from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 from bilevel.sets import Projection, RowNumbers, RowWise
+from bilevel.shards import is_sharded, part_of, placed_as
 from bilevel.variables import Variable
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -192,6 +193,7 @@ class Update:
                         torch._foreach_mul_(entries(grads), gain)
                     _optimizer_step(self._optimizer, self._variable, grads)
         self._variable.clear_grads()
+        self._variable.reassemble()
         if self._projections:
             self.project(grads)
 
@@ -202,8 +204,8 @@ class Update:
             if grad.is_sparse:
                 leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
             else:
-                whole[0].append(leaf)
-                whole[1].append(grad)
+                whole[0].append(part_of(leaf))
+                whole[1].append(part_of(grad))
         if whole[0]:
             torch._foreach_add_(*whole, alpha=rate)
 
@@ -237,7 +239,22 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, where there is one."""
-        return {} if self._optimizer is None else saved(self._optimizer.state_dict())
+        if self._optimizer is None:
+            return {}
+        state: dict[str, Any] = saved(self._optimizer.state_dict())
+        for leaf, numbers in self._by_leaf(state):
+            for name, value in numbers.items():
+                if isinstance(value, Tensor) and value.shape == self._variable.leaves[leaf].shape:
+                    numbers[name] = self._variable.whole(leaf, value)
+        return state
+
+    def _by_leaf(self, state: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What a saved optimizer's state holds for each leaf."""
+        assert self._optimizer is not None
+        places = {id(leaf): place for place, leaf in enumerate(self._variable.leaves)}
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        for number, numbers in state["state"].items():
+            yield places[id(params[number])], numbers
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved optimizer's state."""
@@ -247,7 +264,15 @@ class Update:
                 f"{'with' if state else 'without'} an optimizer, but here it is the other way round"
             )
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(saved(state))
+            state = saved(state)
+            for place, numbers in self._by_leaf(state):
+                leaf = self._variable.leaves[place]
+                for name, value in numbers.items():
+                    whole = self._variable.whole(place, leaf)
+                    if isinstance(value, Tensor) and value.shape == whole.shape:
+                        placed = placed_as(value, whole)
+                        numbers[name] = placed if is_sharded(leaf) else part_of(placed)
+            self._optimizer.load_state_dict(state)
             _restore_types(self._optimizer, state)
 
 
