@@ -1,11 +1,11 @@
 """What a run needs to know of ``torch.distributed``, in one place.
 
-Each rank draws its own minibatches, and all ranks hold the same x and the same copies of y. If every
-rank's objective is a mean over its batch, the mean of the ranks' gradients is the gradient on all
-batches together, and every method that is linear in gradients takes the same step as one process
-with the whole batch. Gradients of plain tensors and modules are averaged here, all of one step in
-one reduction; those of modules that are wrapped in ``DistributedDataParallel`` or ``fully_shard`` by
-the hooks of their wrappers; those of the rows of a table that only one rank holds need no partner.
+Each rank draws its own minibatches, and all ranks hold the same x and the same copies of y. If the
+objective of every rank is a mean over its batch, the mean of their gradients is the gradient on all
+batches together, and the step is that of one process with the whole batch. Gradients of plain
+tensors and modules are averaged here, all of one step in one reduction; those of modules that are
+wrapped in ``DistributedDataParallel`` or ``fully_shard`` by the hooks of their wrappers; those of
+the rows of a table that only one rank holds need no partner.
 
 A number that is not finite on one rank stops all of them: whether there is one goes along with the
 gradients. Nobody raises alone, because the others would wait for him.
@@ -179,7 +179,7 @@ class Team:
             for work, flat, bucket in waiting:
                 work.wait()
                 flat.div_(self.size)
-                parts = flat.split([t.numel() for t in bucket]) if bucket else ()
+                parts = torch.split(flat, [t.numel() for t in bucket]) if bucket else ()
                 for part, tensor in zip(parts, bucket, strict=True):
                     tensor.copy_(part.view_as(tensor))
 

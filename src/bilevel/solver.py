@@ -235,7 +235,8 @@ class Solver:
         def begun(x: Variable, y: Variable) -> State:
             with self._randomness:
                 self._problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
-                return self.method.init(self._problem, x, y)
+                state: State = self.method.init(self._problem, x, y)
+                return state
 
         self.problem = self._problem = problem
         if self.team is None:
@@ -406,7 +407,7 @@ class Solver:
 
         On several ranks, what each has for itself is apart.
         """
-        content = {
+        content: dict[str, Any] = {
             "settings": self._settings(),
             "versions": _versions(),
             "solver": self.state_dict(),

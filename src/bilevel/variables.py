@@ -225,6 +225,7 @@ class Variable:
     @property
     def fixed(self) -> list[Tensor]:
         """What else the modules in the structure hold: parameters that are not moved, buffers."""
+        self.reassemble()  # meanwhile the modules hold whole tensors in the place of the parts
         moved = {id(leaf) for leaf in self.leaves}
         parameters = (p for module in self._modules for p in module.parameters())
         return [*(p for p in parameters if id(p) not in moved), *self.buffers]

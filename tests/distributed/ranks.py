@@ -48,20 +48,15 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function of a rank's number and the arguments returns on each."""
-        self.start(function, *arguments)
-        return [self.answer(rank) for rank in range(len(self._pipes))]
-
-    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         for pipe in self._pipes:
             pipe.send((function, arguments))
-
-    def answer(self, rank: int) -> Any:
-        """What a rank returned; it may be an exception, which a test then expects."""
-        pipe = self._pipes[rank]
-        assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
-        fine, answer = pipe.recv()
-        assert fine, f"on rank {rank}:\n{answer}"
-        return answer
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
+            answers.append(pipe.recv())
+        for rank, (fine, answer) in enumerate(answers):
+            assert fine, f"on rank {rank}:\n{answer}"
+        return [answer for _, answer in answers]
 
 
 def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:

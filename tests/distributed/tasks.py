@@ -22,8 +22,9 @@ def network(dtype: torch.dtype) -> nn.Module:
 
 def divided(dtype: torch.dtype) -> nn.Module:
     module = network(dtype)
-    fully_shard(module[0])
-    return fully_shard(module)
+    fully_shard(module.get_submodule("0"))
+    fully_shard(module)
+    return module
 
 
 def wrapped(dtype: torch.dtype) -> nn.Module:

@@ -26,6 +26,7 @@ def _all_kinds(rank: int, method: str, dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_iterates_are_those_of_one_process(two: Ranks, method: str, dtype: torch.dtype) -> None:
     answers = two.run(_all_kinds, method, dtype)
+    close = {"rtol": 0, "atol": TOLERANCE[dtype]}
     for kind in START:
         alone = solve(
             "plain tensors" if kind == "plain tensors" else "plain module",
@@ -36,9 +37,8 @@ def test_iterates_are_those_of_one_process(two: Ranks, method: str, dtype: torch
         for answer in answers:
             x, y, history = answer[kind]
             assert x.abs().max() > 0.01, "x did not move"
-            close = {"rtol": 0, "atol": TOLERANCE[dtype]}
-            torch.testing.assert_close(x, alone.x, **close, msg=lambda m: f"{kind}: {m}")
-            torch.testing.assert_close(y, numbers(alone.y), **close, msg=lambda m: f"{kind}: {m}")
+            torch.testing.assert_close(x, alone.x, **close)
+            torch.testing.assert_close(y, numbers(alone.y), **close)
             for name in ("upper", "lower", "gap", "direction_norm"):
                 mine, theirs = (torch.from_numpy(h[name]) for h in (history, alone.history))
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=100 * TOLERANCE[dtype])

@@ -272,6 +272,7 @@ def _unpacked_tensor(node: dict[str, Json], tensors: Mapping[str, Tensor]) -> Te
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """The type of tensors of that name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a type of tensors")

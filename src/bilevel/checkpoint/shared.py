@@ -48,7 +48,9 @@ def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None
     if team is None:
         write(path, content)
         return
-    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, save
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from bilevel.checkpoint.storage import Writer
 
@@ -95,9 +97,10 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged; on every rank.
     """
-    if not path.is_dir():
+    if not (path / _INDEX).is_file():
         return read(path) if team is None else team.together(lambda: read(path))
-    from torch.distributed.checkpoint import CheckpointException, load
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     from bilevel.checkpoint.storage import Reader
 
