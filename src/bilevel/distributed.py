@@ -14,7 +14,7 @@ gradients. Nobody raises alone, because the others would wait for him.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -290,15 +290,13 @@ class TeamWatch(Watch):
         return self._team.mean(total).sqrt()
 
     def read(self) -> None:
-        quantity = None
-        try:
+        with suppress(NonFiniteError):
             super().read()
-        except NonFiniteError as error:
-            quantity = error.quantity
         if self._fine is None:  # which is the same on every rank, once it was told
             return
-        named = [name for name in self._team.gathered(quantity) if name is not None]
-        raise NonFiniteError(self._step, named[0])
+        # all ranks make the same notes; what one met first, the others may have from it
+        found = [bad for bad in self._team.gathered(self._first_bad()) if bad is not None]
+        raise NonFiniteError(self._step, min(found)[1])
 
     def _split(
         self, variable: Variable, tensors: list[Tensor], averaged: bool
@@ -341,6 +339,8 @@ class TeamWatch(Watch):
             bad.copy_(~self._fine)
         self._team.average_([*tensors, bad])
         self._fine = bad[0] == 0
+        if self._stops:  # before what is bad in the means, which follows from it
+            self.read()
 
 
 class TeamProblem(Problem):

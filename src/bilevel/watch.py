@@ -127,7 +127,14 @@ class Watch:
             self._notes.clear()
             self._fine = self._posted = None  # what was read needs no second look
             return
-        for names, values in self._notes:
+        found = self._first_bad()
+        if found is not None:
+            raise NonFiniteError(self._step, found[1])
+
+    def _first_bad(self) -> tuple[int, str] | None:
+        """Which of the notes is the first with a number that is not finite, and what that is."""
+        for place, (names, values) in enumerate(self._notes):
             for name, value in zip(names, values.tolist(), strict=True):
                 if not math.isfinite(value):
-                    raise NonFiniteError(self._step, name)
+                    return place, name
+        return None

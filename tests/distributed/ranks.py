@@ -47,13 +47,16 @@ class Ranks:
                 process.join()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the function of a rank's number and the arguments returns on each."""
+        """What the function of a rank's number and the arguments returns on each; None: it died."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} does not answer"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:  # it died
+                answers.append((True, None))
         for rank, (fine, answer) in enumerate(answers):
             assert fine, f"on rank {rank}:\n{answer}"
         return [answer for _, answer in answers]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bilevel
 from tests.distributed import tasks
-from tests.distributed.ranks import PATIENCE, Ranks, raised
+from tests.distributed.ranks import Ranks, raised
 from tests.distributed.tasks import METHODS, SAMPLES, START, solve
 
 DOUBLE = torch.float64
@@ -29,28 +26,20 @@ def _differing(rank: int, name: str) -> tuple[str, str]:
     half = slice(4 * rank, 4 * (rank + 1))
     calls: dict[str, Callable[[], Any]] = {
         "steps": lambda: solve("plain tensors", "F2SA", DOUBLE, half, steps=5 + rank),
-        "method": lambda: solve(
-            "plain tensors", "", DOUBLE, half, method=bilevel.F2SA(0.1, 0.5, inner_steps=2 + rank)
-        ),
+        "method": lambda: _minimize(method=bilevel.F2SA(0.1, 0.5, inner_steps=2 + rank)),
         "kind": lambda: solve(("plain tensors", "plain module")[rank], "F2SA", DOUBLE, half),
         "seed": lambda: solve("plain tensors", "F2SA", DOUBLE, half, seed=rank),
         "data": lambda: _minimize(samples=16 - 8 * rank),
         "shape": lambda: _minimize(x0=torch.zeros(SAMPLES + rank, dtype=DOUBLE)),
         "optimizer": lambda: _minimize(
-            method=bilevel.F2SA(0.1, upper_optimizer=(_adam, _sgd)[rank])
+            method=bilevel.F2SA(0.1, upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.1 + rank))
         ),
         "own mistake": lambda: _minimize(batch_size=4 - 4 * rank),
-        "objective": lambda: _minimize(upper=(tasks.upper, lambda x, y, b: y)[rank]),
+        "objective": lambda: _minimize(
+            upper=lambda x, y, batch: y if rank else tasks.upper(x, y, batch)
+        ),
     }
     return raised(calls[name])
-
-
-def _adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.1)
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def _minimize(samples: int = SAMPLES, **options: Any) -> bilevel.Result:
@@ -76,7 +65,7 @@ def _minimize(samples: int = SAMPLES, **options: Any) -> bilevel.Result:
         ("seed", "seed is 0 on rank 0 and 1 on rank 1"),
         ("data", "[16, 8] samples of upper_data"),
         ("shape", "x is 'float64 [16]' on rank 0 and 'float64 [17]' on rank 1"),
-        ("optimizer", "kind is 'Adam' on rank 0 and 'SGD' on rank 1"),
+        ("optimizer", "lr is 0.1 on rank 0 and 1.1 on rank 1"),
     ],
 )
 def test_ranks_that_disagree_all_say_in_what(two: Ranks, name: str, said: str) -> None:
@@ -106,7 +95,7 @@ def test_the_mistake_of_one_rank_is_told_to_all(
 # Numbers that are not finite
 
 
-def _broken(rank: int, kind: str, method: str, where: str) -> tuple[str, str, int, bool]:
+def _broken(rank: int, kind: str, method: str, where: str) -> tuple[str, int, bool]:
     """On rank 1 something becomes infinite in the third outer step."""
     calls = 0
 
@@ -120,13 +109,10 @@ def _broken(rank: int, kind: str, method: str, where: str) -> tuple[str, str, in
     def upper(x: Any, y: Any, batch: Any) -> Tensor:
         return bad("gradient", bad("value", tasks.upper(x, y, batch)))
 
-    try:
+    with pytest.raises(bilevel.errors.NonFiniteError) as caught:
         _minimize(upper=upper, y0=START[kind](DOUBLE), method=METHODS[method], steps=50)
-    except bilevel.errors.NonFiniteError as error:
-        assert error.result is not None
-        finite = bool(torch.isfinite(error.result.x).all())
-        return type(error).__name__, error.quantity, error.step, finite
-    raise AssertionError("nothing was raised")
+    error = caught.value
+    return error.quantity, error.step, bool(torch.isfinite(error.result.x).all())
 
 
 class _Infinite(torch.autograd.Function):
@@ -147,11 +133,10 @@ def test_a_bad_number_on_one_rank_stops_all_at_the_same_place(
 ) -> None:
     first, second = two.run(_broken, kind, method, where)
     assert first == second
-    assert first[0] == "NonFiniteError"
-    assert first[2] > 0
-    assert first[3]
-    expected = "upper(x, y)" if where == "value" else "the gradient of y"
-    assert expected in first[1]
+    quantity, step, finite = first
+    assert ("upper(x, y)" if where == "value" else "the gradient of y") in quantity
+    assert step > 0
+    assert finite
 
 
 # What one of them wants, all do
@@ -250,74 +235,34 @@ def test_what_is_wrapped_needs_its_ranks() -> None:
 # A rank that dies
 
 
-def _dying(rank: int, folder: Path, run: int, die_at: int, count: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / f'store-{run}'}",
-        rank=rank,
-        world_size=count,
-        timeout=timedelta(seconds=PATIENCE),
-    )
-
+def _to_the_end(rank: int, folder: Path, die_at: int = -1) -> tuple[list[float], list[float]]:
     def callback(solver: bilevel.Solver, info: Any) -> None:
         if rank == 1 and info.step == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    data = tasks.samples(1, DOUBLE)
-    try:
-        result = bilevel.minimize(
-            bilevel.Problem(tasks.upper, tasks.lower),
-            torch.zeros(SAMPLES, dtype=DOUBLE),
-            START["DDP" if run == 3 else "plain module"](DOUBLE),
-            upper_data=data,
-            lower_data=data,
-            batch_size=3,
-            method=METHODS["F2SA, AdamW"],
-            steps=20,
-            callback=callback,
-            checkpoint=bilevel.Checkpoint(folder / "run", every_steps=3, every_seconds=None),
-        )
-    except Exception as error:
-        pipe.send((type(error).__name__, str(error)))
-    else:
-        pipe.send(("done", result.x, result.history["upper"]))
+    result = _minimize(
+        y0=START["DDP"](DOUBLE),
+        batch_size=3,
+        method=METHODS["F2SA, AdamW"],
+        steps=20,
+        callback=callback,
+        checkpoint=bilevel.Checkpoint(folder, every_steps=3, every_seconds=None),
+    )
+    return result.x.tolist(), result.history["upper"].tolist()
 
 
-def _both(folder: Path, run: int, die_at: int) -> list[Any]:
-    """What each rank says; None: it died without a word."""
-    context = multiprocessing.get_context("spawn")
-    ends = []
-    for rank in range(2):
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_dying, args=(rank, folder, run, die_at, 2, theirs))
-        process.start()
-        theirs.close()
-        ends.append((process, mine))
-    answers = []
-    for process, pipe in ends:
-        assert pipe.poll(PATIENCE), "a rank hangs"
-        try:
-            answers.append(pipe.recv())
-        except EOFError:
-            answers.append(None)
-        process.join(PATIENCE)
-        assert not process.is_alive()
-    return answers
-
-
-def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
+def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(two: Ranks, tmp_path: Path) -> None:
     die_at = random.Random().randrange(1, 19)
-    reference = _both(whole, 0, die_at=-1)
-    first = _both(killed, 1, die_at=die_at)
-    assert first[1] is None, die_at
-    assert first[0][0] == "DistributedError", first
-    assert "another rank cannot be reached" in first[0][1]
-    again = _both(killed, 2, die_at=-1)
-    for done, x, history in again:
-        assert done == "done"
-        assert torch.equal(x, reference[0][1]), die_at
-        assert (history == reference[0][2]).all(), die_at
+    with Ranks(2, tmp_path) as doomed:
+        survivor, dead = doomed.run(_dying, tmp_path / "killed", die_at)
+        assert dead is None, die_at
+        assert survivor[0] == "DistributedError", survivor
+        assert "another rank cannot be reached" in survivor[1]
+    saved = sorted(path.name for path in (tmp_path / "killed").iterdir())
+    assert saved[-1] == f"step-{die_at // 3 * 3:012d}", die_at
+    whole = two.run(_to_the_end, tmp_path / "whole")
+    assert two.run(_to_the_end, tmp_path / "killed") == whole == [whole[0]] * 2, die_at
+
+
+def _dying(rank: int, folder: Path, die_at: int) -> tuple[str, str]:
+    return raised(lambda: _to_the_end(rank, folder, die_at))
