@@ -14,7 +14,7 @@ gradients. Nobody raises alone, because the others would wait for him.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -23,7 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, DistributedError, NonFiniteError
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BilevelError,
+    DistributedError,
+    NonFiniteError,
+)
 from bilevel.methods import F3SA, Method
 from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Problem
@@ -113,7 +119,7 @@ class Team:
     def gathered(self, thing: T) -> list[T]:
         """What each rank has; of plain types."""
         found: list[Any] = [None] * self.size
-        with _reached():
+        with reaching():
             dist.all_gather_object(found, thing, group=self.group)
         return found
 
@@ -124,9 +130,13 @@ class Team:
     def any(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank."""
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        with _reached():
+        with reaching():
             dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(count) for count in counts.tolist()]
+
+    def reaching(self) -> AbstractContextManager[None]:
+        """For messages that torch sends."""
+        return reaching()
 
     def together(self, action: Callable[[], T]) -> T:
         """Do something that may fail, on all ranks; where it fails on one, raise on every one."""
@@ -170,7 +180,7 @@ class Team:
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace dense tensors by their means over the ranks, in as few messages as sensible."""
         waiting: list[tuple[Any, Tensor, list[Tensor]]] = []
-        with torch.no_grad(), _reached():
+        with torch.no_grad(), reaching():
             for bucket in _buckets(tensors):
                 alone = len(bucket) == 1 and bucket[0].is_contiguous()
                 flat = bucket[0] if alone else torch.cat([t.reshape(-1) for t in bucket])
@@ -196,7 +206,7 @@ class Team:
         source = dist.get_global_rank(self.group, 0)
         whole = zip(variable.leaves, variable.averaged, strict=True)
         ours = [leaf for leaf, kind in whole if kind is Averaged.HERE]
-        with torch.no_grad(), _reached():
+        with torch.no_grad(), reaching():
             for tensor in (*ours, *variable.buffers):
                 if not is_sharded(tensor):
                     dist.broadcast(tensor.detach(), source, group=self.group)
@@ -207,16 +217,28 @@ Differences: TypeAlias = Callable[[Any, Any, tuple[str, str]], list[str]]
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
-    """For messages: what torch raises where a rank is gone or late says so."""
+def reaching(*, by_others: bool = False) -> Iterator[None]:
+    """For messages: what torch raises where a rank is gone or late says so.
+
+    With ``by_others``, for those of wrappers, amid code of the user's: what else is raised is his.
+    """
     try:
         yield
     except RuntimeError as error:
         said = str(error).splitlines() or [""]
+        if isinstance(error, BilevelError) or (by_others and not _is_of_messages(error)):
+            raise
         raise DistributedError(
             f"another rank cannot be reached; it ended, or did something else than this one "
             f"({said[0]}). A run with a checkpoint goes on from the newest when it is started again"
         ) from error
+
+
+def _is_of_messages(error: RuntimeError) -> bool:
+    """Whether the error is of a backend; gloo has no type of its own for them."""
+    if isinstance(error, getattr(dist, "DistError", ())):
+        return True
+    return any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer"))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -265,6 +287,9 @@ class TeamWatch(Watch):
                 self._note(variable, names, mine, rate)
         if self._stops:
             self.read()
+
+    def complete(self, variable: Variable) -> None:
+        self.average([(variable, variable.grads())])
 
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
         ours: list[tuple[list[str], list[Tensor]]] = []
@@ -388,7 +413,9 @@ def refuse_wrapped(*variables: Variable) -> None:
                 )
 
 
-def refuse_on_ranks(problem: Problem, method: Method[Any], x: Variable, y: Variable) -> None:
+def refuse_on_ranks(
+    team: Team, problem: Problem, method: Method[Any], x: Variable, y: Variable
+) -> None:
     """Raise, with the reason, where something cannot be done on several ranks."""
     if not method.data_parallel:
         raise ArgumentError(
@@ -406,6 +433,11 @@ def refuse_on_ranks(problem: Problem, method: Method[Any], x: Variable, y: Varia
     ]
     if not parted:
         return
+    if team.size != dist.get_world_size():
+        raise ArgumentError(
+            f"{parted[0]} is divided, which is known here only over all ranks, not over a "
+            f"process_group of {team.size} of {dist.get_world_size()}"
+        )
     rates = method.rates if isinstance(method, DescentMethod) else None
     if rates is None or rates.lower is None or rates.upper is None:
         raise ArgumentError(

@@ -7,7 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from bilevel.compiled import program_for
 from bilevel.distributed import (
     GroupChoice,
     TeamProblem,
+    reaching,
     refuse_on_ranks,
     refuse_wrapped,
     team_of,
@@ -219,7 +220,7 @@ class Solver:
             if self.team is None:
                 refuse_wrapped(x, y)
             else:
-                refuse_on_ranks(problem, self.method, x, y)
+                refuse_on_ranks(self.team, problem, self.method, x, y)
             self._drawn = partial(sampling.draw, seed, place, x.device)
             self.draw, self._randomness = self._drawn(() if self.team is None else self.team.key)
             self.method.check(problem, self.draw, x)
@@ -308,7 +309,8 @@ class Solver:
     def _running(self) -> Iterator[None]:
         """For steps: they have the run's randomness, and leave no gradients when they break."""
         try:
-            with self._randomness, torch.enable_grad():
+            others = nullcontext() if self.team is None else reaching(by_others=True)
+            with others, self._randomness, torch.enable_grad():
                 yield
         except BaseException as error:  # an interrupt too: the next step must start clean
             self._forget_gradients()

@@ -74,6 +74,9 @@ class Watch:
         for variable, rate in moves:
             self.peaks(variable, entries(variable.grads()), rate)
 
+    def complete(self, variable: Variable) -> None:
+        """Nothing more comes to the gradients on the leaves; on several ranks, take the mean."""
+
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
         """Variables and sums of gradients that are not on their leaves; on several ranks, the mean.
 

@@ -73,12 +73,13 @@ def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None
 
     writer = Writer(part, content[OWN], finished)
     try:
-        save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=team.group,
-        )
+        with team.reaching():
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=team.group,
+            )
     except CheckpointException as error:
         raise OutputError(
             f"the checkpoint {str(path)!r} could not be written: {_reason(error)}"

@@ -265,8 +265,9 @@ class F2SA(PaperMethod[F2SAState]):
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
+        watch.complete(x)
         upper_lr = state.x_update.choose(now.upper)
-        watch.gradients([(x, upper_lr)])
+        watch.gradients([(x, upper_lr)], averaged=True)
         info = tally.info(x.grads(), gamma, upper_lr, lam)
         if self.single_pass and not self._one_by_one:
             self._move_copies(state, moves, watch, late=late)
