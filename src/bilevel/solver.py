@@ -370,7 +370,8 @@ class Solver:
 
         The file is there whole or not at all, whenever the program may be killed, and holds a
         checksum. Tensors are in the safetensors format, everything else is JSON (needs
-        ``bilevel[checkpoint]``).
+        ``bilevel[checkpoint]``). On several ranks all of them call this, and it is a folder, which
+        all must see; as many ranks go on from it bit for bit, others with samples drawn anew.
 
         Raises:
             OutputError: it cannot be written; what was there before is there still.

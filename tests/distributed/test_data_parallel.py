@@ -19,6 +19,7 @@ from tests.distributed.tasks import (
     START,
     batches,
     lower,
+    network,
     numbers,
     samples,
     solve,
@@ -311,3 +312,37 @@ def test_batch_norm_in_ddp_moves_its_own_statistics(two: Ranks) -> None:
     assert torch.equal(first, second)
     assert not torch.equal(buffers[0], given[0])
     assert torch.equal(given[0], torch.zeros(4, dtype=torch.float64)), "the user's was changed"
+
+
+def _messages(rank: int, method: str, measure: bool) -> int:
+    """How many reductions an outer step of one process's own tensors takes."""
+    data = samples(1, torch.float64)
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, lower),
+        METHODS[method],
+        torch.zeros(SAMPLES, dtype=torch.float64),
+        network(torch.float64),
+        upper_data=data,
+        lower_data=data,
+    )
+    solver.step()
+    count = 0
+    reduce = torch.distributed.all_reduce
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return reduce(*arguments, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        solver.step(measure=measure)
+    finally:
+        torch.distributed.all_reduce = reduce
+    return count
+
+
+@pytest.mark.parametrize(("method", "inner"), [("F2SA", 3), ("F3SA", 1)])
+def test_all_gradients_of_a_step_are_one_message(two: Ranks, method: str, inner: int) -> None:
+    assert two.run(_messages, method, False) == [inner + 1] * 2
+    assert two.run(_messages, method, True) == [inner + 2] * 2  # what is reported
