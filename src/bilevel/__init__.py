@@ -9,7 +9,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 
 from typing import TYPE_CHECKING, Any
 
-from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
+from bilevel import data, diagnostics, distributed, errors, problems, schedules, sets, theory
 from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.loss_scale import LossScale
@@ -68,6 +68,7 @@ __all__ = [
     "check_hypergradient",
     "data",
     "diagnostics",
+    "distributed",
     "errors",
     "hypergradient",
     "minimize",

@@ -31,18 +31,25 @@ class RowError(ArgumentError, IndexError):
     Attributes:
         row: its number.
         rows: how many rows there are.
+        held: the first that this rank holds, and the first after them; None: it holds all.
     """
 
-    def __init__(self, row: int, rows: int) -> None:
+    def __init__(self, row: int, rows: int, held: tuple[int, int] | None = None) -> None:
         self.row = row
         self.rows = rows
-        super().__init__(
-            f"row {row} was looked up in a Table of {rows} rows, which are numbered from 0 to "
-            f"{rows - 1}"
-        )
+        self.held = held
+        said = f"row {row} was looked up in a Table of {rows} rows, "
+        if held is None or not 0 <= row < rows:
+            said += f"which are numbered from 0 to {rows - 1}"
+        else:
+            said += (
+                f"of which this rank holds those from {held[0]} to {held[1] - 1}; give each rank "
+                f"the data of its own rows, see bilevel.distributed.rows"
+            )
+        super().__init__(said)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.row, self.rows)
+        return type(self), (self.row, self.rows, self.held)
 
 
 class ObjectiveError(BilevelError, ValueError):
@@ -103,6 +110,10 @@ class InputError(BilevelError, ValueError):
 
 class OutputError(BilevelError, OSError):
     """Results cannot be written where they were to go; the message names the folder."""
+
+
+class DistributedError(BilevelError, RuntimeError):
+    """The ranks of a run do not agree, or one of them is gone; it is raised on every rank."""
 
 
 class RunError(BilevelError):

@@ -347,6 +347,7 @@ def _run_alone(run: Run, choices: Choices) -> Ending:
             device=choices.place,
             progress=choices.progress,
             record_every=choices.record_every,
+            process_group=None,
         )
     except NonFiniteError as error:
         if error.result is None:  # not of this run, but of one within an objective

@@ -15,7 +15,9 @@ import torch
 
 from bilevel.checkpoint import Folder, Interrupts
 from bilevel.checkpoint.folder import CheckpointLike, checkpoint_of
+from bilevel.checkpoint.settings import differences
 from bilevel.checks import check_choice, check_count
+from bilevel.distributed import GroupChoice
 from bilevel.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -109,6 +111,7 @@ def minimize(
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
     checkpoint: CheckpointLike | None = None,
+    process_group: GroupChoice = "default",
 ) -> Result:
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
@@ -134,6 +137,9 @@ def minimize(
             With a checkpoint Ctrl-C or SIGTERM ends the run after the step that is being taken,
             with everything saved and the outcome INTERRUPTED; a second one ends it at once. (This
             is so in the main thread, where the program has no handlers of its own.)
+        process_group: as :class:`bilevel.Solver` takes it. All ranks take the same number of steps
+            and return the same result; the callback is called on each, and what ends the run on
+            one ends it on all; they save together, into a folder that all of them can see.
 
     Returns:
         A :class:`Result`. A run that meets a non-finite number, or whose data ends, raises an
@@ -167,7 +173,12 @@ def minimize(
             seed=seed,
             compile=compile,
             device=device,
+            process_group=process_group,
         )
+        team = solver.team
+        if team is not None:
+            counts = {"steps": int(steps), "record_every": int(record_every), "select": select}
+            team.same({**counts, "checkpoint": choices is not None}, differences)
         recorder = _Recorder(solver, steps, record_every)
         selector = SELECTORS[select](solver, seed)
         clock = _Clock()
@@ -178,10 +189,15 @@ def minimize(
                 "selector": selector,
                 "clock": clock,
             }
-            keeper = _Keeper(Folder(choices), solver, parts)
+            keeper = _Keeper(Folder(choices, team=team), solver, parts)
             keeper.begin(steps, {"record_every": int(record_every), "select": select})
-        meter = meter_of(steps) if progress else None
+        meter = meter_of(steps) if progress and (team is None or team.rank == 0) else None
         outcome = Outcome.COMPLETED
+
+        def agreed(*wishes: bool) -> list[bool]:
+            """What any rank wants; without callback and checkpoint nobody can want anything."""
+            idle = team is None or (callback is None and choices is None)
+            return list(wishes) if idle or team is None else team.any(*wishes)
 
         def result() -> Result:
             x, y, selected = selector.point()
@@ -198,9 +214,10 @@ def minimize(
                 error.result = result()
                 raise
 
+        [asked] = agreed(interrupts.asked)
         with meter or nullcontext():
             for k in range(solver.k, steps):
-                if interrupts.asked:
+                if asked:
                     break
                 recorded = k % record_every == 0 or k == steps - 1
                 selector.before(recorded)
@@ -211,20 +228,25 @@ def minimize(
                     if last or callback is not None or due or not selector.patient:
                         solver.settle()
                 selector.after(info)
+                stop = False
                 if recorded:
                     recorder.add(info, clock.seconds)
                     if meter is not None:
                         meter.show(info)
-                    if callback is not None and callback(solver, info):
-                        outcome = Outcome.STOPPED
-                        break
+                    stop = callback is not None and bool(callback(solver, info))
+                due, stop, asked = agreed(due, stop, interrupts.asked)
+                if stop:
+                    outcome = Outcome.STOPPED
+                    break
                 if due and keeper is not None:
+                    with telling():
+                        solver.settle()
                     keeper.save()
             with telling():
                 solver.settle()
             if keeper is not None:
                 keeper.save()
-        if interrupts.asked:
+        if asked or (team is None and interrupts.asked):
             outcome = Outcome.INTERRUPTED
         return result()
 

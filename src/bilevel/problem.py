@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -30,9 +30,10 @@ from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
 from bilevel.rows import added, reduced
 from bilevel.sets import Projection, projections
+from bilevel.shards import is_sharded
 from bilevel.streams import Sample
 from bilevel.theory import Constants
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.variables import Variable, buffers_kept, differentiate, held
 from bilevel.watch import Watch
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
@@ -118,9 +119,23 @@ class Problem:
         """Phi, of what :meth:`values` gave."""
         return Phi(upper, lower, terms, leaves)
 
-    def watch(self, step: int, device: torch.device, before: Watch | None = None) -> Watch:
-        """What looks after the numbers of one outer step; ``before``: that of the step before."""
-        return Watch(step, at_once=device.type == "cpu", before=before)
+    def watch(
+        self,
+        step: int,
+        device: torch.device,
+        before: Watch | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Watch:
+        """What looks after the numbers of one outer step; ``before``: that of the step before.
+
+        With ``at_once`` it waits for any device.
+        """
+        return Watch(step, at_once=at_once or device.type == "cpu", before=before)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """What an objective or its gradient is, on several ranks: the mean."""
+        return value
 
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
@@ -235,6 +250,7 @@ class Stencil:
                 target.zero_()
                 for part, share in zip(parts, self.centre, strict=True):
                     target.add_(part, alpha=share)
+        centre.reassemble()
 
     def spread(self, points: Sequence[Variable]) -> None:
         """Pass the gradient at the centre on to the copies that it is made of."""
@@ -289,12 +305,14 @@ class Phi:
             by the share of the sample, so that those of several parts add up.
         leaves: what a backward pass leaves gradients on; nothing else that the objectives use is
             given one.
+        wrappers: what has to know of a backward pass before it begins.
     """
 
     upper: Tensor | None
     lower: Tensor | None
     terms: dict[str, Tensor]
     leaves: list[Tensor]
+    wrappers: Sequence[Any] = ()
 
     def at(self, multiplier: float | Tensor) -> Tensor:
         """The scalar for one multiplier."""
@@ -323,7 +341,7 @@ class Phi:
         """The same for another scalar made of the terms."""
         (watch or Watch(step, at_once=True)).scalar(value, self.terms)
         if value.requires_grad:  # a part of a larger batch may hold no term in which x occurs
-            _magnified(scale, value).backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
+            differentiate(_magnified(scale, value), self.leaves, self.wrappers)
 
 
 def evaluate(
@@ -347,7 +365,9 @@ def evaluate(
             upper = _added(upper, term.weight, value)
         else:
             lower = _added(lower, term.weight, value)
-    return problem.combine(upper, lower, terms, _leaves(x, points))
+    phi = problem.combine(upper, lower, terms, _leaves(x, points))
+    wrappers = _wrappers(x, points)
+    return replace(phi, wrappers=wrappers) if wrappers else phi
 
 
 def accumulate(
@@ -382,7 +402,7 @@ def accumulate(
         if value.requires_grad:
             weight = term.weight if term.level == "upper" else multiplier * term.weight
             scaled = weight * _magnified(scale, value)
-            scaled.backward(inputs=inputs[id(term.y)])  # type: ignore[no-untyped-call]
+            differentiate(scaled, inputs[id(term.y)], _wrappers(x, [term.y]))
         del value, scaled  # the last that holds on to the activations
         point = term.y
         if not term.last:
@@ -436,10 +456,16 @@ def _leaves(x: Variable, points: Sequence[Variable]) -> list[Tensor]:
     return [leaf for v in (x, *points) for leaf in v.leaves if leaf.requires_grad]
 
 
+def _wrappers(x: Variable, points: Sequence[Variable]) -> list[Any]:
+    return [wrapper for v in (x, *points) for wrapper in v.wrappers]
+
+
 def _depends(value: Tensor, variable: Variable) -> bool:
     """Whether a gradient reaches any leaf; others that the objective uses may require one too."""
-    if not value.requires_grad:
-        return False
+    if not value.requires_grad or any(map(is_sharded, variable.leaves)):
+        return (
+            value.requires_grad
+        )  # the leaves are not in the graph, but what is put together of them
     grads = torch.autograd.grad(value, variable.leaves, allow_unused=True)
     return any(grad is not None for grad in grads)
 
@@ -465,6 +491,12 @@ def _scalar(name: str, value: Any) -> Tensor:
         raise ObjectiveError(
             f"{name}(x, y, batch) must return a scalar tensor, but returned "
             f"{type(value).__name__} {value!r}"
+        )
+    if is_sharded(value):
+        raise ObjectiveError(
+            f"{name}(x, y, batch) returned a DTensor, because it uses parameters of a fully_shard "
+            f"module outside of the module's forward pass; use them inside it, or regularise with "
+            f"the weight decay of lower_optimizer"
         )
     if value.ndim != 0:
         raise ObjectiveError(

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bilevel.shards import is_sharded, part_of
+
 
 def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = False) -> Tensor:
     """The gradient with ``values`` at ``rows``; ``once``: these ascend, each named once."""
@@ -49,11 +51,11 @@ def touched(gradient: Tensor) -> Tensor:
 
 
 def entries(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What each gradient stores: all its entries, or those of the rows it touches.
+    """What each gradient stores here: all its entries, those of the rows it touches, or its part.
 
     They are views: what is done to them in place is done to the gradients.
     """
-    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return [g.coalesce().values() if g.is_sparse else part_of(g) for g in gradients]
 
 
 def dense(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -87,6 +89,8 @@ def converted(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def reduced(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """A copy of the gradients with the large ones in another type, to save memory."""
+    if any(map(is_sharded, gradients)):
+        return [g.to(dtype if g.numel() >= LARGE else g.dtype, copy=True) for g in gradients]
     large = [g for g in gradients if not g.is_sparse and g.numel() >= LARGE]
     small = [g for g in gradients if not g.is_sparse and g.numel() < LARGE]
     copies = iter(torch._foreach_mul(small, 1.0)) if small else iter(())
@@ -108,8 +112,8 @@ def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) 
     for pairs in ([alike] if alike else []) + list(_blocks(unlike)):
         ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
         if pairs is not alike:
-            theirs = converted(theirs, ours[0].dtype)
-        torch._foreach_add_(ours, theirs, alpha=alpha)
+            theirs = converted(entries(theirs), ours[0].dtype)
+        torch._foreach_add_(entries(ours), entries(theirs), alpha=alpha)
     return mine
 
 

@@ -7,8 +7,9 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,31 @@ import numpy as np
 import torch
 
 import bilevel
-from bilevel.checkpoint import read, settings, write
+from bilevel.checkpoint import settings
+from bilevel.checkpoint.shared import OWN, read_any, write_any
 from bilevel.checks import check_count
 from bilevel.compiled import program_for
+from bilevel.distributed import (
+    GroupChoice,
+    TeamProblem,
+    reaching,
+    refuse_on_ranks,
+    refuse_wrapped,
+    team_of,
+)
 from bilevel.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
     CheckpointWarning,
+    CompileWarning,
     RunError,
     StateError,
 )
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
+from bilevel.shards import part_of
 from bilevel.streams import DirectionSize, Draw, NoData, stream_of
 from bilevel.variables import Variable, buffers_kept
 
@@ -63,13 +75,19 @@ class Sampling:
                 raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
 
     def draw(
-        self, seed: int, place: torch.device | None, home: torch.device
+        self,
+        seed: int,
+        place: torch.device | None,
+        home: torch.device,
+        key: tuple[int, ...] = (),
     ) -> tuple[Draw, PrivateRandomness]:
         """The samples of the run with that seed, and what its objectives draw at random.
 
-        Batches go to ``place``, None: they stay where they are; x lies at ``home``.
+        Batches go to ``place``, None: they stay where they are; x lies at ``home``. Another ``key``
+        makes independent samples of the same seed.
         """
-        seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+        sequence = np.random.SeedSequence(seed, spawn_key=key)
+        seeds = [int(s) for s in sequence.generate_state(3, np.uint64)]
         upper, lower = (
             stream_of(
                 name,
@@ -105,10 +123,11 @@ class Sampling:
         draw = Draw(upper, lower, self.direction_batch_size, chunk, chunked)
         return draw, PrivateRandomness(seeds[2] >> 1, home)
 
-    def described(self) -> dict[str, Any]:
-        """What it is, for checkpoints."""
+    def described(self, *, length: bool = True) -> dict[str, Any]:
+        """What it is, for checkpoints; if so asked, not how much data there is."""
         data = {
-            name: settings.of_data(getattr(self, name)) for name in ("upper_data", "lower_data")
+            name: settings.of_data(getattr(self, name), length=length)
+            for name in ("upper_data", "lower_data")
         }
         sizes = ("batch_size", "direction_batch_size", "chunk_size")
         return data | {name: settings.described(getattr(self, name)) for name in sizes}
@@ -122,7 +141,7 @@ def start_at(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variable, Va
         raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
     for variable, name in ((x, "x0"), (y, "y0")):
         for path, leaf in zip(variable.names, variable.leaves, strict=True):
-            if not bool(torch.isfinite(leaf).all()):
+            if not bool(torch.isfinite(part_of(leaf)).all()):
                 where = name + path.removeprefix(variable.name)
                 raise ArgumentError(f"{where} holds a number that is not finite")
     return x, y
@@ -134,7 +153,9 @@ class Solver:
     Args:
         problem: the two objectives.
         method: a name in :data:`bilevel.METHODS` or a method object such as ``bilevel.F2SA(...)``.
-        x0, y0: where to start; they are copied and never changed.
+        x0, y0: where to start; they are copied and never changed. A function without arguments
+            builds what cannot be copied, a module that ``fully_shard`` has divided: it is called
+            once for each copy that the method holds, and these are given the numbers of the first.
         upper_data, lower_data: what the batches of f and of g are drawn from. None: no data, the
             batch is None. A tensor, or a tuple or dict of tensors with one first dimension: rows
             are sampled with replacement on the device where they lie. A Dataset: the same, and
@@ -155,6 +176,10 @@ class Solver:
             differ only by rounding, and a run may change over in either direction. What cannot be
             compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python code that
             the objectives run beside their computation runs only when they are compiled.
+        process_group: the ranks that solve the problem together, each on minibatches of its own,
+            with gradients averaged (F2SA, F2BA and F3SA). "default": all ranks, where
+            ``torch.distributed`` is initialised; None: this process alone. What then is promised
+            is in docs/distributed.md.
 
     Example:
         >>> import torch, bilevel
@@ -181,33 +206,68 @@ class Solver:
         seed: int = 0,
         device: torch.device | str | None = None,
         compile: bool = False,
+        process_group: GroupChoice = "default",
     ) -> None:
-        if not isinstance(problem, Problem):
-            raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
-        sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
-        check_count("seed", seed, least=0)
-        if not isinstance(compile, bool):
-            raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
-        self.problem = problem
-        self.method = method_of(method)
-        place = None if device is None else torch.device(device)
-        x, y = start_at(x0, y0, place)
-        self.draw, self._randomness = sampling.draw(seed, place, x.device)
-        _check_chunks(sampling, self.draw, self.method)
-        self.method.check(problem, self.draw, x)
-        with self._randomness:
-            problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
-            self.state: State = self.method.init(problem, x, y)
-        self._made = {
-            "seed": int(seed),
-            "device": x.device.type,
-            **sampling.described(),
-            "x": settings.of_variable(x),
-            "y": settings.of_variable(y),
-            "optimizers": settings.of_optimizers(self.state),
-        }
+        self.team = team_of(process_group)
+
+        def prepared() -> tuple[Variable, Variable]:
+            """What a rank does alone; what it raises is told to the others."""
+            if not isinstance(problem, Problem):
+                raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
+            sampling = Sampling(
+                upper_data, lower_data, batch_size, direction_batch_size, chunk_size
+            )
+            check_count("seed", seed, least=0)
+            if not isinstance(compile, bool):
+                raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
+            self.method = method_of(method)
+            place = None if device is None else torch.device(device)
+            x, y = start_at(x0, y0, place)
+            if self.team is None:
+                refuse_wrapped(x, y)
+            else:
+                refuse_on_ranks(self.team, problem, self.method, x, y)
+            self._drawn = partial(sampling.draw, seed, place, x.device)
+            self.draw, self._randomness = self._drawn(() if self.team is None else self.team.key)
+            _check_chunks(sampling, self.draw, self.method)
+            self.method.check(problem, self.draw, x)
+            self._made = {
+                "seed": int(seed),
+                "device": x.device.type,
+                **sampling.described(length=self.team is None),
+                "x": settings.of_variable(x),
+                "y": settings.of_variable(y),
+            }
+            return x, y
+
+        def begun(x: Variable, y: Variable) -> State:
+            with self._randomness:
+                self._problem.check(x, y, self.draw.upper.peek(), self.draw.lower.peek())
+                state: State = self.method.init(self._problem, x, y)
+                return state
+
+        self.problem = self._problem = problem
+        if self.team is None:
+            self.state: State = begun(*prepared())
+        else:
+            x, y = self.team.together(prepared)
+            self._problem = TeamProblem(problem, self.team)
+            self.team.same(self._settings(), settings.differences)
+            self.team.check_shares(
+                {"upper_data": settings.length_of(upper_data)}
+                | {"lower_data": settings.length_of(lower_data)}
+            )
+            for variable in (x, y):
+                self.team.start_alike(variable)
+            self.state = self.team.together(partial(begun, x, y))
+            self.team.same(settings.of_optimizers(self.state), settings.differences)
+        self._made["optimizers"] = settings.of_optimizers(self.state)
         self._program = None
-        if compile:
+        if compile and self.team is not None:
+            warnings.warn(
+                "compile=True is for one process; the run goes on without it", CompileWarning, 2
+            )
+        elif compile:
             self._program = program_for(problem, self.method, self.state, self.draw)
 
     @property
@@ -238,7 +298,7 @@ class Solver:
         with self._running():
             if self._program is not None:
                 return self._program.step(measure=measure)
-            return self.method.step(self.problem, self.state, self.draw, measure=measure)
+            return self.method.step(self._problem, self.state, self.draw, measure=measure)
 
     def settle(self) -> None:
         """Wait until all steps are computed.
@@ -256,7 +316,8 @@ class Solver:
     def _running(self) -> Iterator[None]:
         """For steps: they have the run's randomness, and leave no gradients when they break."""
         try:
-            with self._randomness, torch.enable_grad():
+            others = nullcontext() if self.team is None else reaching(by_others=True)
+            with others, self._randomness, torch.enable_grad():
                 yield
         except BaseException as error:  # an interrupt too: the next step must start clean
             self._forget_gradients()
@@ -316,7 +377,8 @@ class Solver:
 
         The file is there whole or not at all, whenever the program may be killed, and holds a
         checksum. Tensors are in the safetensors format, everything else is JSON (needs
-        ``bilevel[checkpoint]``).
+        ``bilevel[checkpoint]``). On several ranks all of them call this, and it is a folder, which
+        all must see; as many ranks go on from it bit for bit, others with samples drawn anew.
 
         Raises:
             OutputError: it cannot be written; what was there before is there still.
@@ -335,7 +397,7 @@ class Solver:
             >>> again.k, float(again.step().upper) == float(solver.step().upper)
             (3, True)
         """
-        write(Path(path), self.snapshot())
+        write_any(Path(path), self.snapshot(), self.team)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that :meth:`save` or :func:`bilevel.minimize` wrote.
@@ -348,31 +410,54 @@ class Solver:
         Raises:
             CheckpointError: the message names the file and the reason.
         """
-        self.restore(Path(path), read(Path(path)))
+        self.restore(Path(path), read_any(Path(path), self.team))
 
     def snapshot(self) -> dict[str, Any]:
-        """What goes into a checkpoint: the state, what made it, and f and g at its point."""
-        return {
+        """What goes into a checkpoint: the state, what made it, and f and g at its point.
+
+        On several ranks, what each has for itself is apart.
+        """
+        content: dict[str, Any] = {
             "settings": self._settings(),
             "versions": _versions(),
             "solver": self.state_dict(),
             "values": self._values(),
         }
+        if self.team is not None:
+            content["ranks"] = self.team.size
+            content[OWN] = {part: content["solver"].pop(part) for part in ("draw", "randomness")}
+        return content
 
     def restore(self, path: Path, content: Mapping[str, Any]) -> None:
         """Go on from what :func:`bilevel.checkpoint.read` found in a file."""
         missing = [part for part in ("settings", "solver", "values") if part not in content]
         if missing:
             raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
-        refuse_others(path, content["settings"], self._settings())
-        before = self.state_dict()
+        ranks = 1 if self.team is None else self.team.size
+        alike = content.get("ranks", 1) == ranks
+        data = () if alike else ("upper_data", "lower_data")  # of which others have other shares
+        there, here = (
+            {name: part for name, part in made.items() if name not in data}
+            for made in (content["settings"], self._settings())
+        )
+        refuse_others(path, there, here)
+        before = self.state_dict(), self.draw, self._randomness
+        state = {**content["solver"], **content.get(OWN, {})}
         try:
-            self.load_state_dict(content["solver"])
-            self._check_values(path, content["values"])
-        except CheckpointError:
-            self._load(before)
-            raise
+            if not alike:
+                rank = 0 if self.team is None else self.team.rank
+                self.draw, self._randomness = self._drawn((rank, ranks, int(state["state"]["k"])))
+                state |= {"randomness": self._randomness.state_dict()}
+                with self._randomness:
+                    state |= {"draw": self.draw.state_dict()}
+            self.load_state_dict(state)
+            if alike:
+                self._check_values(path, content["values"])
         except StateError as error:
+            state, self.draw, self._randomness = before
+            self._load(state)
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(path, str(error)) from error
         _tell_versions(path, content.get("versions", {}))
 
@@ -398,7 +483,8 @@ class Solver:
                 found[name] = None
                 if stream.probed:
                     with buffers_kept(x, y), torch.random.fork_rng(cuda):
-                        found[name] = float(objective(x, y, stream.peek()))
+                        value = objective(x, y, stream.peek()).detach()
+                        found[name] = float(self._problem.mean(value))
         return found
 
     def _check_values(self, path: Path, there: Mapping[str, float | None]) -> None:

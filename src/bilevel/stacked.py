@@ -139,7 +139,7 @@ class StackedWatch(Watch):
         named = dict(zip(names, values, strict=True))
         self._look(torch.isfinite(torch.stack(values)).all(0), named)
 
-    def gradients(self, moves: Sequence[tuple[Variable, float]]) -> None:
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
         grads = [grad for variable, _ in moves for grad in variable.grads()]
         # that of all runs together is no smaller than that of any, and several times as fast to get
         total = sum([norm.item() for norm in torch._foreach_norm(grads)])
@@ -245,7 +245,14 @@ class StackedProblem(Problem):
     ) -> Phi:
         return StackedPhi(upper, lower, terms, leaves)
 
-    def watch(self, step: int, device: torch.device, before: Watch | None = None) -> Watch:
+    def watch(
+        self,
+        step: int,
+        device: torch.device,
+        before: Watch | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Watch:
         return StackedWatch(step, self._runs)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bilevel.checks import check_count
 from bilevel.errors import ArgumentError, ArgumentTypeError, RowError
 from bilevel.rows import by_rows
 
@@ -37,9 +38,15 @@ class Table(nn.Module):
     ``Adagrad`` (one more), and ``SGD`` without momentum do. A set has to treat each row alone, see
     :mod:`bilevel.sets`.
 
+    On several ranks a table is divided by rows: each rank gives ``values`` of its own rows, which
+    :func:`bilevel.distributed.rows` names, and looks up only these, by their numbers in the whole.
+    No other rank ever needs them, so they are not sent anywhere.
+
     Args:
         values: the rows to start from, a floating point tensor whose first dimension counts them.
             It is not copied here; a run copies it once.
+        first: the number of the first of these rows.
+        rows: how many rows there are on all ranks together. None: no more than these.
 
     Example:
         A weight for each of a million samples, a hundred of which are in a batch:
@@ -65,7 +72,7 @@ class Table(nn.Module):
 
     values: nn.Parameter
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, first: int = 0, rows: int | None = None) -> None:
         super().__init__()
         if not isinstance(values, Tensor):
             raise ArgumentTypeError(
@@ -81,7 +88,16 @@ class Table(nn.Module):
                 f"values must be a dense tensor of at least one row, but has the shape "
                 f"{tuple(values.shape)} and the layout {values.layout}"
             )
+        check_count("first", first, least=0)
+        self.first = first
+        self.rows = first + len(values) if rows is None else rows
+        check_count("rows", self.rows, least=first + len(values))
         self.values = nn.Parameter(values)
+
+    @property
+    def divided(self) -> bool:
+        """Whether there are rows that another rank holds."""
+        return self.rows > len(self.values)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -106,16 +122,17 @@ class Table(nn.Module):
 
     def __getitem__(self, index: Any) -> Tensor:
         values = self.values
-        numbers = _row_numbers(index, len(values), values.device)
-        flat = numbers.reshape(-1)
+        numbers = _row_numbers(index, self.rows, values.device)
+        flat = numbers.reshape(-1) - self.first if self.first else numbers.reshape(-1)
         try:
             if values.requires_grad and torch.is_grad_enabled():
                 rows: Tensor = _Lookup.apply(values, flat)  # type: ignore[no-untyped-call]
             else:
                 rows = values.index_select(0, flat)
         except IndexError:
-            outside = int(flat[(flat < 0) | (flat >= len(values))][0])
-            raise RowError(outside, len(values)) from None
+            outside = int(flat[(flat < 0) | (flat >= len(values))][0]) + self.first
+            held = (self.first, self.first + len(values)) if self.divided else None
+            raise RowError(outside, self.rows, held) from None
         return rows.reshape((*numbers.shape, *values.shape[1:]))
 
     def forward(self, index: Any) -> Tensor:

@@ -14,6 +14,10 @@ own copy and only with those: evaluations for the x direction or for the history
 Tables. The gradient of a :class:`~bilevel.Table`, as that of an ``nn.Embedding(sparse=True)``, is
 sparse: it holds the rows that were looked up. Nothing here that happens in every step touches the
 others (:mod:`bilevel.rows`).
+
+Several ranks. A module may be wrapped in ``DistributedDataParallel`` or ``fully_shard``; how its
+gradients become means over the ranks is in :attr:`Variable.averaged`. What ``fully_shard`` has
+divided cannot be copied, and is built anew for every copy, by a function that the user gives.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bilevel.errors import (
     ArgumentError,
@@ -37,7 +43,25 @@ from bilevel.errors import (
     StateError,
 )
 from bilevel.rows import entries, joined, untouched
+from bilevel.shards import fill, is_sharded, part_of, row_part
 from bilevel.table import Table
+
+
+class Averaged(Enum):
+    """Who sees to it that the gradient of a leaf is the mean over the ranks.
+
+    Attributes:
+        parted: whether each rank holds a part of the leaf.
+    """
+
+    HERE = ("every rank holds it, and its run averages", False)
+    BY_WRAPPER = ("DistributedDataParallel", False)
+    IN_PARTS = ("fully_shard", True)
+    BY_NOBODY = ("the rows are of this rank alone", True)
+
+    def __init__(self, who: str, parted: bool) -> None:
+        self.who = who
+        self.parted = parted
 
 
 class Variable:
@@ -50,6 +74,8 @@ class Variable:
         names: for each leaf, how it is reached, such as ``"y['head'].weight"``.
         gradient_names: what messages call its gradient.
         by_rows: for each leaf whether its gradient is that of the rows which were looked up.
+        averaged: for each leaf who averages its gradient over the ranks.
+        wrappers: the ``DistributedDataParallel`` modules in the structure.
 
     Example:
         >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
@@ -80,7 +106,26 @@ class Variable:
         looked_up = {id(leaf) for module in self._modules for leaf in _looked_up(module)}
         self.by_rows = [id(leaf) in looked_up for leaf in self.leaves]
         self._parts: list[list[Tensor]] = [[] for _ in self.leaves]
+        self._build: Callable[[], Any] | None = None
+        self._tables = {
+            id(part.values): part
+            for module in self._modules
+            for part in module.modules()
+            if isinstance(part, Table) and part.divided
+        }
+        inner = [part for module in self._modules for part in module.modules()]
+        self.wrappers = [part for part in inner if isinstance(part, DistributedDataParallel)]
+        self._divided = [part for part in inner if callable(getattr(part, "reshard", None))]
+        wrapped = {id(leaf) for wrapper in self.wrappers for leaf in wrapper.parameters()}
+        self.averaged = [self._averaged(leaf, id(leaf) in wrapped) for leaf in self.leaves]
         self._check()
+
+    def _averaged(self, leaf: Tensor, wrapped: bool) -> Averaged:
+        if is_sharded(leaf):
+            return Averaged.IN_PARTS
+        if id(leaf) in self._tables:
+            return Averaged.BY_NOBODY
+        return Averaged.BY_WRAPPER if wrapped else Averaged.HERE
 
     def _check(self) -> None:
         if not self.leaves:
@@ -92,9 +137,21 @@ class Variable:
                     f"convert it, for example with .float()"
                 )
             _refuse_meta(path, leaf)
+            if is_sharded(leaf) and not (self._divided and _by_rows_only(leaf)):
+                raise ArgumentError(
+                    f"{path} is a DTensor that lies as {getattr(leaf, 'placements', None)}; only "
+                    f"modules that fully_shard has divided along the first dimension are known here"
+                )
         for where, module in self._placed:
             for path, tensor in (*module.named_parameters(), *module.named_buffers()):
                 _refuse_meta(f"{where}.{path}", tensor)  # what is frozen is computed with too
+        for wrapper in self.wrappers:
+            for option in ("gradient_as_bucket_view", "static_graph"):
+                if getattr(wrapper, option):
+                    raise ArgumentError(
+                        f"{self.name} holds DistributedDataParallel({option}=True), but a step "
+                        f"has several backward passes and keeps the gradients of each; leave it out"
+                    )
         devices = {leaf.device for leaf in self.leaves}
         if len(devices) > 1:
             places = ", ".join(sorted(map(str, devices)))
@@ -107,8 +164,13 @@ class Variable:
         """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched.
 
         A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
+        A function builds what cannot be copied, anew whenever it is called.
         """
-        copied = cls._copied(value, name, device, share_frozen=True)
+        if callable(value) and not isinstance(value, nn.Module):
+            copied = cls(value(), name)
+            copied._build = value
+        else:
+            copied = cls._copied(value, name, device, share_frozen=True)
         for leaf, by_rows, parts in zip(copied.leaves, copied.by_rows, copied._parts, strict=True):
             if by_rows:
                 leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -122,7 +184,13 @@ class Variable:
     ) -> Variable:
         """A copy; without ``share_frozen``, of the parameters that require no gradient too."""
         # a bad structure is named by the user's own paths before anything is copied
-        moved = {id(leaf) for leaf in cls(value, name).leaves}
+        given = cls(value, name)
+        if given._divided:
+            raise ArgumentError(
+                f"{name} holds a module that fully_shard has divided, which cannot be copied; give "
+                f"a function that builds it, such as {name}0=lambda: fully_shard(build())"
+            )
+        moved = {id(leaf) for leaf in given.leaves}
         share = share_frozen and device is None
         memo: dict[int, Any] = {}
         nodes = [node for _, node in _walk(value, name)]
@@ -143,7 +211,20 @@ class Variable:
 
     def clone(self, name: str | None = None) -> Variable:
         """An independent copy at the same point."""
-        return Variable.copy_of(self.value, self.name if name is None else name)
+        name = self.name if name is None else name
+        if self._build is None:
+            return Variable.copy_of(self.value, name)
+        built = Variable.copy_of(self._build, name)
+        built.assign(self, everything=True)
+        return built
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Every module inside, how it is reached, and whether something wraps it."""
+        wrapped = {id(part) for wrapper in self.wrappers for part in wrapper.modules()}
+        for path, node in _walk(self.value, self.name):
+            if isinstance(node, nn.Module):
+                for name, part in node.named_modules():
+                    yield f"{path}.{name}" if name else path, part, id(part) in wrapped
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -153,6 +234,7 @@ class Variable:
     @property
     def fixed(self) -> list[Tensor]:
         """What else the modules in the structure hold: parameters that are not moved, buffers."""
+        self.reassemble()  # meanwhile the modules hold whole tensors in the place of the parts
         moved = {id(leaf) for leaf in self.leaves}
         parameters = (p for module in self._modules for p in module.parameters())
         return [*(p for p in parameters if id(p) not in moved), *self.buffers]
@@ -164,6 +246,7 @@ class Variable:
 
     def requires_grad_(self, flag: bool) -> None:
         """Make the leaves constants (False) or not (True) for what is evaluated next."""
+        self.reassemble()
         for leaf in self.leaves:
             leaf.requires_grad_(flag)
 
@@ -227,16 +310,24 @@ class Variable:
         return norm(grads)
 
     @torch.no_grad()
-    def assign(self, other: Variable) -> None:
-        """Move to the point of ``other``, in place."""
-        torch._foreach_copy_(self.leaves, other.leaves)
-        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine.copy_(theirs)
+    def assign(self, other: Variable, *, everything: bool = False) -> None:
+        """Move to the point of ``other``, in place; parameters that are not moved, if asked for."""
+        torch._foreach_copy_(entries(self.leaves), entries(other.leaves))
+        others = (self.fixed, other.fixed) if everything else (self.buffers, other.buffers)
+        for mine, theirs in zip(*others, strict=True):
+            part_of(mine).copy_(part_of(theirs))
+        self.reassemble()
+
+    def reassemble(self) -> None:
+        """Have what ``fully_shard`` keeps in one piece put together anew, from the parts."""
+        for module in self._divided:
+            module.reshard()  # type: ignore[operator]
 
     @torch.no_grad()
     def approach(self, other: Variable, share: float) -> None:
         """Leave only a share of the distance to the point of ``other``, in place."""
-        torch._foreach_lerp_(self.leaves, other.leaves, 1 - share)
+        torch._foreach_lerp_(entries(self.leaves), entries(other.leaves), 1 - share)
+        self.reassemble()
 
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """``tensors``, one per leaf, in the structure of the value.
@@ -256,6 +347,8 @@ class Variable:
 
     def detached(self) -> Any:
         """A copy of the value for the user to keep; its tensors do not require gradients."""
+        if self._build is not None:
+            return self.clone().value
         kept = Variable._copied(self.value, self.name, None, share_frozen=False)
         for _, node in _walk(kept.value, self.name):
             if isinstance(node, Tensor | Table):
@@ -265,15 +358,28 @@ class Variable:
     def state_dict(self) -> dict[str, Any]:
         """The leaves and buffers, copied."""
         return {
-            "leaves": [leaf.detach().clone() for leaf in self.leaves],
+            "leaves": [self.whole(i, leaf.detach().clone()) for i, leaf in enumerate(self.leaves)],
             "buffers": [buffer.detach().clone() for buffer in self.buffers],
         }
+
+    def whole(self, index: int, part: Tensor) -> Tensor:
+        """A tensor that lies as leaf ``index``; of a table that the ranks share, as a DTensor."""
+        table = self._tables.get(id(self.leaves[index]))
+        return part if table is None else row_part(part, table.rows)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Of leaf ``index``, with the parts that other ranks hold."""
+        leaf = self.leaves[index]
+        table = self._tables.get(id(leaf))
+        return tuple(leaf.shape) if table is None else (table.rows, *leaf.shape[1:])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to a saved point, in place."""
         for kind, mine in (("leaves", self.leaves), ("buffers", self.buffers)):
             saved = state[kind]
+            if kind == "leaves":
+                mine = [self.whole(i, leaf) for i, leaf in enumerate(mine)]
             if [t.shape for t in mine] != [t.shape for t in saved]:
                 raise StateError(
                     f"the saved {kind} of {self.name} have the shapes "
@@ -281,7 +387,8 @@ class Variable:
                     f"{[tuple(t.shape) for t in mine]}"
                 )
             for here, there in zip(mine, saved, strict=True):
-                here.copy_(there)
+                fill(here, there)
+        self.reassemble()
 
 
 @contextmanager
@@ -370,6 +477,23 @@ def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]
         variable.value = value
 
 
+def differentiate(value: Tensor, leaves: Sequence[Tensor], wrappers: Sequence[Any] = ()) -> None:
+    """Leave the gradient of ``value`` on the leaves, by the route on which hooks fire.
+
+    A ``DistributedDataParallel`` expects one backward pass after each forward pass, and would not
+    average a second; it is told of every one that begins. What ``fully_shard`` has divided is not
+    in the graph itself; its gradients come with those of everything that requires one.
+    """
+    for wrapper in wrappers:
+        if any(leaf.requires_grad for leaf in wrapper.parameters()):
+            wrapper.reducer._rebuild_buckets()
+            wrapper.reducer.prepare_for_backward([value] if wrapper.find_unused_parameters else [])
+    if any(map(is_sharded, leaves)):
+        value.backward()  # type: ignore[no-untyped-call]
+    else:
+        value.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+
+
 def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:
     """Raise :class:`~bilevel.errors.NonFiniteError` for the first tensor that is not finite.
 
@@ -427,6 +551,11 @@ def _looked_up(module: nn.Module) -> Iterator[Tensor]:
             yield part.values
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             yield part.weight
+
+
+def _by_rows_only(leaf: Any) -> bool:
+    """Whether the ranks hold consecutive rows of it."""
+    return len(leaf.placements) == 1 and leaf.placements[0].is_shard(0)
 
 
 def _set_aside(parts: list[Tensor], leaf: Tensor) -> None:

@@ -34,6 +34,11 @@ class Watch:
         self._fine: Tensor | None = None if before is None else before._fine
         self._posted: tuple[Tensor, torch.cuda.Event] | None = None
 
+    @property
+    def step(self) -> int:
+        """k, of the outer step that it is for."""
+        return self._step
+
     def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
         """A scalar that is about to be differentiated, and the named terms that it is made of."""
         if self._at_once and math.isfinite(value.item()):
@@ -51,10 +56,11 @@ class Watch:
         self._fine = fine if self._fine is None else self._fine & fine
         self._notes.append((names, seen))
 
-    def gradients(self, moves: Sequence[tuple[Variable, float]]) -> None:
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
         """Variables with gradients on their leaves, each with the length of the step to come.
 
-        A step along them must not overflow either.
+        A step along them must not overflow either. On several ranks they become the mean, unless
+        they are ``averaged`` already.
         """
         grads = [grad for variable, _ in moves for grad in entries(variable.grads())]
         if self._at_once:
@@ -67,6 +73,29 @@ class Watch:
             return
         for variable, rate in moves:
             self.peaks(variable, entries(variable.grads()), rate)
+
+    def complete(self, variable: Variable) -> None:
+        """Nothing more comes to the gradients on the leaves; on several ranks, take the mean."""
+
+    def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
+        """Variables and sums of gradients that are not on their leaves; on several ranks, the mean.
+
+        They are replaced by it.
+        """
+        for variable, tensors in parts:
+            grads = entries(tensors)
+            if self._at_once:
+                require_finite(self._step, variable.gradient_names, grads)
+            else:
+                self.numbers(variable.gradient_names, largest_entries(grads))
+
+    def means(self, values: list[Tensor]) -> list[Tensor]:
+        """What is reported; on several ranks, the mean."""
+        return values
+
+    def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
+        """The Euclidean norm of gradients, with those parts that other ranks hold."""
+        return variable.norm(grads)
 
     def peaks(self, variable: Variable, grads: Sequence[Tensor], rate: float | Tensor) -> None:
         """Note the largest entry of each gradient, and of a step of length ``rate`` along them."""
@@ -101,7 +130,14 @@ class Watch:
             self._notes.clear()
             self._fine = self._posted = None  # what was read needs no second look
             return
-        for names, values in self._notes:
+        found = self._first_bad()
+        if found is not None:
+            raise NonFiniteError(self._step, found[1])
+
+    def _first_bad(self) -> tuple[int, str] | None:
+        """Which of the notes is the first with a number that is not finite, and what that is."""
+        for place, (names, values) in enumerate(self._notes):
             for name, value in zip(names, values.tolist(), strict=True):
                 if not math.isfinite(value):
-                    raise NonFiniteError(self._step, name)
+                    return place, name
+        return None

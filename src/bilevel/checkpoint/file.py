@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.extras import needed
+from bilevel.shards import is_sharded
 
 FORMAT = "bilevel checkpoint"
 VERSION = "1"
@@ -69,7 +70,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         import safetensors  # noqa: F401  (who cannot read it again should not begin)
     tensors: dict[str, Tensor] = {}
     metadata = {
-        name: json.dumps(_packed(part, name, tensors), allow_nan=False)
+        name: json.dumps(packed(part, name, tensors), allow_nan=False)
         for name, part in content.items()
     }
     metadata |= {"format": FORMAT, "version": VERSION}
@@ -118,7 +119,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise OutputError(
             f"the checkpoint {str(path)!r} could not be written: {error.strerror or error}"
@@ -128,7 +129,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """See to it that a new name in the folder is on the disk too."""
     if os.name == "nt":  # where folders cannot be opened
         return
@@ -163,7 +164,7 @@ def read(path: Path) -> dict[str, Any]:
             path, f"it is of version {version!r}, and only version {VERSION!r} is known here"
         )
     try:
-        return {name: _unpacked(json.loads(text), tensors) for name, text in metadata.items()}
+        return {name: unpacked(json.loads(text), tensors) for name, text in metadata.items()}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             path, f"its description is wrong: {type(error).__name__}: {error}"
@@ -191,12 +192,12 @@ def _check_sum(path: Path) -> None:
             )
 
 
-def _packed(node: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+def packed(node: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     """A tree as JSON, with its tensors put aside under the paths to them."""
     if node is None or isinstance(node, bool | int | str):
         return node
     if isinstance(node, np.generic):
-        return _packed(node.item(), path, tensors)
+        return packed(node.item(), path, tensors)
     if isinstance(node, float):
         return node if math.isfinite(node) else {"float": repr(float(node))}
     if isinstance(node, Tensor):
@@ -204,10 +205,10 @@ def _packed(node: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(node, torch.dtype):
         return {"dtype": str(node).removeprefix("torch.")}
     if isinstance(node, Mapping) and all(isinstance(key, str | int) for key in node):
-        pairs = [[key, _packed(part, f"{path}/{key}", tensors)] for key, part in node.items()]
+        pairs = [[key, packed(part, f"{path}/{key}", tensors)] for key, part in node.items()]
         return {"dict": pairs}
     if isinstance(node, list | tuple):
-        parts = [_packed(part, f"{path}/{i}", tensors) for i, part in enumerate(node)]
+        parts = [packed(part, f"{path}/{i}", tensors) for i, part in enumerate(node)]
         return parts if isinstance(node, list) else {"tuple": parts}
     raise StateError(
         f"{path} is {type(node).__name__} {node!r}, which cannot go into a checkpoint; what can "
@@ -223,6 +224,9 @@ def _packed_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Jso
         )
     while path in tensors:  # keys such as 1 and "1"
         path += "'"
+    if is_sharded(tensor):
+        tensors[path] = tensor.detach()
+        return {"tensor": path}
     found: dict[str, Json] = {"tensor": path}
     tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -238,10 +242,10 @@ def _packed_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Jso
     return found
 
 
-def _unpacked(node: Json, tensors: Mapping[str, Tensor]) -> Any:
+def unpacked(node: Json, tensors: Mapping[str, Tensor]) -> Any:
     """The tree again."""
     if isinstance(node, list):
-        return [_unpacked(part, tensors) for part in node]
+        return [unpacked(part, tensors) for part in node]
     if not isinstance(node, dict):
         return node
     if "tensor" in node:
@@ -250,24 +254,25 @@ def _unpacked(node: Json, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "float":
         return float(value)
     if kind == "dtype":
-        return _dtype(value)
+        return dtype_of(value)
     if kind == "tuple":
-        return tuple(_unpacked(part, tensors) for part in value)
+        return tuple(unpacked(part, tensors) for part in value)
     if kind == "dict":
-        return {key: _unpacked(part, tensors) for key, part in value}
+        return {key: unpacked(part, tensors) for key, part in value}
     raise ValueError(f"{kind!r} is not known")
 
 
 def _unpacked_tensor(node: dict[str, Json], tensors: Mapping[str, Tensor]) -> Tensor:
     tensor = tensors[node["tensor"]]
     if "dtype" in node:
-        tensor = tensor.view(_dtype(node["dtype"])).reshape(node["shape"])
+        tensor = tensor.view(dtype_of(node["dtype"])).reshape(node["shape"])
     if "stride" in node:
         tensor = torch.empty_strided(tensor.shape, node["stride"], dtype=tensor.dtype).copy_(tensor)
     return tensor
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The type of tensors of that name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a type of tensors")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bilevel.checkpoint.file import PART, read, write
+from bilevel.checkpoint.file import PART
+from bilevel.checkpoint.shared import read_any, remove, write_any
 from bilevel.checks import check_count, checked_number
 from bilevel.errors import (
     ArgumentTypeError,
@@ -21,7 +22,10 @@ from bilevel.errors import (
     OutputError,
 )
 
-_NAME = re.compile(r"step-(\d{12,})\.safetensors")
+if TYPE_CHECKING:
+    from bilevel.distributed import Team
+
+_NAME = re.compile(r"step-(\d{12,})(\.safetensors)?")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Checkpoint:
     """Where and how often :func:`bilevel.minimize` saves a run.
 
     Args:
-        folder: of this run alone; it is made if it is not there.
+        folder: of this run alone; it is made if it is not there. On several ranks, one that all of
+            them can see.
         every_steps: save whenever so many steps were taken. None: not by steps.
         every_seconds: save when so many seconds have passed. None: not by time. A run is saved at
             its start and at its end in any case.
@@ -84,10 +89,17 @@ class Folder:
     Args:
         choices: where and how often.
         clock: seconds; to be replaced in tests.
+        team: the ranks that save together, each of which calls everything here; None: only one.
     """
 
-    def __init__(self, choices: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        choices: Checkpoint,
+        clock: Callable[[], float] = time.monotonic,
+        team: Team | None = None,
+    ) -> None:
         self.path = Path(choices.folder)
+        self._team = team
         self._choices = choices
         self._clock = clock
         self._saved_at = clock()
@@ -103,21 +115,15 @@ class Folder:
             CheckpointError: there are files, but none can be read.
             OutputError: the folder cannot be one.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            files = self._files()
-        except OSError as error:
-            raise OutputError(
-                f"checkpoint={str(self.path)!r} cannot be used as a folder: "
-                f"{error.strerror or error}"
-            ) from error
-        for part in self.path.glob(f".step-*{PART}"):
-            with suppress(OSError):  # of a folder that can only be read
-                part.unlink(missing_ok=True)
+        if self._team is None:
+            files = self._tidied()
+        else:  # what one rank sees, all see
+            team = self._team
+            files = team.told(team.together(lambda: {} if team.rank else self._tidied()))
         refused = []
         for step, path in sorted(files.items(), reverse=True):
             try:
-                content = read(path)
+                content = read_any(path, self._team)
             except CheckpointError as error:
                 refused.append(error)
                 continue
@@ -135,6 +141,21 @@ class Folder:
             )
         return None
 
+    def _tidied(self) -> dict[int, Path]:
+        """The checkpoints by their steps; what a run that was killed left is removed."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            files = self._files()
+        except OSError as error:
+            raise OutputError(
+                f"checkpoint={str(self.path)!r} cannot be used as a folder: "
+                f"{error.strerror or error}"
+            ) from error
+        for part in self.path.glob(f".step-*{PART}"):
+            with suppress(OSError):  # of a folder that can only be read
+                remove(part)
+        return files
+
     def due(self, step: int) -> bool:
         """Whether to save after so many steps, now."""
         steps, seconds = self._choices.every_steps, self._choices.every_seconds
@@ -150,13 +171,16 @@ class Folder:
         if step == self._saved_step:
             return
         self._saved_at = self._clock()  # also where it fails: the next try is at its time
-        write(self._file(step), content())
+        write_any(self._file(step), content(), self._team)
         self._saved_step = step
+        if self._team is not None and self._team.rank:
+            return
         # files of later steps could not be read; they count for nothing here
-        older = sorted(number for number in self._files() if number <= step)
+        files = self._files()
+        older = sorted(number for number in files if number <= step)
         for number in older[: -self._choices.keep]:
             with suppress(OSError):  # one file too many is no reason to stop
-                self._file(number).unlink(missing_ok=True)
+                remove(files[number])
 
     def try_to_save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """The same, but with a warning where it cannot be written: the run is worth more."""
@@ -171,7 +195,8 @@ class Folder:
             )
 
     def _file(self, step: int) -> Path:
-        return self.path / f"step-{step:012d}.safetensors"
+        ending = ".safetensors" if self._team is None else ""
+        return self.path / f"step-{step:012d}{ending}"
 
     def _files(self) -> dict[int, Path]:
         """The checkpoints in the folder by their steps."""

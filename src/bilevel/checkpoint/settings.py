@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from bilevel.checkpoint.file import bytes_of
 from bilevel.methods import Method, State
 from bilevel.methods.updates import Update
-from bilevel.variables import Variable
+from bilevel.variables import Averaged, Variable
 
 SHOWN = 5
 """So many differences are named at most."""
@@ -100,32 +100,47 @@ def of_optimizers(state: State) -> dict[str, Any]:
 
 def of_variable(variable: Variable) -> dict[str, str]:
     """The tensors of a variable by their names."""
-    named = zip(variable.names, variable.leaves, strict=True)
-    return {name.removeprefix(variable.name): shape_of(leaf) for name, leaf in named}
+    found = {}
+    for index, (name, leaf) in enumerate(zip(variable.names, variable.leaves, strict=True)):
+        if variable.averaged[index] is Averaged.BY_WRAPPER:
+            name = name.replace(".module.", ".", 1)  # as it is called where nothing is wrapped
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        found[name.removeprefix(variable.name)] = f"{dtype} {list(variable.shape(index))}"
+    return found
 
 
-def of_data(data: Any) -> Any:
-    """What data look like; not what is in them."""
+def of_data(data: Any, *, length: bool = True) -> Any:
+    """What data look like; not what is in them, and if so asked not how many there are."""
     if isinstance(data, Tensor | np.ndarray):
-        return shape_of(data)
+        return shape_of(data if length else data[:0])
     if isinstance(data, Mapping):
-        return {str(key): of_data(part) for key, part in data.items()}
+        return {str(key): of_data(part, length=length) for key, part in data.items()}
     if isinstance(data, tuple):
-        return [of_data(part) for part in data]
+        return [of_data(part, length=length) for part in data]
     if isinstance(data, DataLoader):
         return {
             "kind": type(data).__qualname__,
-            "dataset": of_data(data.dataset),
+            "dataset": of_data(data.dataset, length=length),
             "batch_size": data.batch_size,
             "drop_last": data.drop_last,
         }
-    if isinstance(data, Sequence | Dataset) and isinstance(data, Sized):
+    if length and isinstance(data, Sequence | Dataset) and isinstance(data, Sized):
         return f"{type(data).__qualname__} of {len(data)}"
-    return described(data)
+    return described(type(data) if isinstance(data, Sequence | Dataset) else data)
 
 
-def differences(there: Any, here: Any) -> list[str]:
-    """In words, where two descriptions differ.
+def length_of(data: Any) -> int | None:
+    """How many samples there are, or else how many batches; None: that is not known."""
+    if isinstance(data, tuple | Mapping) and data:
+        return length_of(next(iter(data.values() if isinstance(data, Mapping) else data)))
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def differences(there: Any, here: Any, called: tuple[str, str] = ("there", "here")) -> list[str]:
+    """In words, where two descriptions differ, and what the two are ``called``.
 
     Example:
         >>> differences({"seed": 0, "method": {"lr": 0.1}}, {"seed": 0, "method": {"lr": 0.2}})
@@ -133,7 +148,8 @@ def differences(there: Any, here: Any) -> list[str]:
     """
     before, now = _leaves(there), _leaves(here)
     return [
-        f"{name} is {before.get(name, 'absent')!r} there and {now.get(name, 'absent')!r} here"
+        f"{name} is {before.get(name, 'absent')!r} {called[0]} and "
+        f"{now.get(name, 'absent')!r} {called[1]}"
         for name in dict.fromkeys([*before, *now])
         if name not in before or name not in now or before[name] != now[name]
     ]

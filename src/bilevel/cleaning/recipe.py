@@ -226,6 +226,7 @@ def _learn_weights(
         chunk_size=max(rows.chunk, batch_size),
         seed=seed,
         callback=watch,
+        process_group=None,  # who cleans on one of many ranks need not ask the others
     )
     best.steps = result.steps
     best.history = {**result.history, "held_back": np.array(losses)}

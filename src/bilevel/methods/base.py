@@ -22,6 +22,7 @@ from torch import Tensor
 from bilevel.errors import NonFiniteError, StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
+from bilevel.shards import fill
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept
 from bilevel.watch import Watch
@@ -245,20 +246,21 @@ class Tally:
         if not self._measure:
             return Info(self._state.k, multiplier, lower_lr, upper_lr)
         solution, penalised = self._state.solution, self._state.penalised
-        lower = self._totals[f"lower(x, {solution.name})"]
+        totals = dict(zip(self._totals, self._watch.means([*self._totals.values()]), strict=True))
+        lower = totals[f"lower(x, {solution.name})"]
         if penalised is None:
             gap = torch.full_like(lower, float("nan"))
         else:
-            gap = self._totals[f"lower(x, {penalised.name})"] - lower
+            gap = totals[f"lower(x, {penalised.name})"] - lower
         return Info(
             self._state.k,
             multiplier,
             lower_lr,
             upper_lr,
-            upper=self._totals[f"upper(x, {solution.name})"],
+            upper=totals[f"upper(x, {solution.name})"],
             lower=lower,
             gap=gap,
-            direction_norm=self._state.x.norm(direction),
+            direction_norm=self._watch.norm(self._state.x, direction),
         )
 
 
@@ -270,10 +272,12 @@ class Method(ABC, Generic[S]):
         takes_chunks: whether an inner step can take its minibatch in parts.
         lacks: arguments of other methods, and why this one has none of them, where there is more to
             say than :mod:`bilevel.methods.refusals` says of every method.
+        data_parallel: whether it runs on several ranks.
     """
 
     properties: ClassVar[Properties]
     takes_chunks: ClassVar[bool] = False
+    data_parallel: ClassVar[bool] = False
     lacks: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls: type[M], *_: Any, **given: Any) -> M:
@@ -310,8 +314,7 @@ def _loaded(mine: Any, theirs: Any) -> Any:
         mine.load_state_dict(theirs)
         return mine
     if isinstance(mine, Tensor):
-        with torch.no_grad():
-            mine.copy_(theirs)
+        fill(mine, theirs)
         return mine
     if isinstance(mine, list | tuple):
         return type(mine)(_loaded(part, other) for part, other in zip(mine, theirs, strict=True))

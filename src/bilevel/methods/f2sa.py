@@ -163,6 +163,7 @@ class F2SA(PaperMethod[F2SAState]):
 
     algorithm = "f2sa"
     takes_chunks = True
+    data_parallel = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
@@ -284,8 +285,9 @@ class F2SA(PaperMethod[F2SAState]):
         else:
             with held(*points), buffers_kept(x, *points):
                 self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
+        watch.complete(x)
         upper_lr = state.x_update.choose(now.upper)
-        watch.gradients([(x, upper_lr)])
+        watch.gradients([(x, upper_lr)], averaged=True)
         info = tally.info(x.grads(), gamma, upper_lr, lam)
         if self.single_pass and not one_by_one:
             self._move_copies(state, moves, watch, late=late)

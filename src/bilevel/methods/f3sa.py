@@ -19,10 +19,11 @@ from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update, updates_of_copies
 from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
 from bilevel.randomness import Rewind
-from bilevel.rows import dense
+from bilevel.rows import added, dense, entries
 from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
@@ -119,6 +120,7 @@ class F3SA(PaperMethod[F3SAState]):
     recursion: Literal["separate", "combined"] = "separate"
 
     algorithm = "f3sa"
+    data_parallel = True
     properties = Properties(
         order=1,
         gradients="f: 4, g: 8 (half of them at the previous point)",
@@ -187,27 +189,31 @@ class F3SA(PaperMethod[F3SAState]):
         lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
         eta = 1.0 if state.midway else self._eta_at(k)
         state.midway = True
+        watch = problem.watch(k, x.device, at_once=True)
 
         # y and z: the estimators at (x_k, y_k, z_k), then the step to y_{k+1}, z_{k+1}
         samples = draw.inner(self.stencil.nodes, self.shared)
         rewind = Rewind(x.device)
-        fresh = self._lower_gradients(problem, k, lam, (x, y, z), samples, rewind)
+        fresh = self._lower_gradients(problem, watch, lam, (x, y, z), samples, rewind)
         stale = None
         if eta < 1:
             with buffers_kept(x_before, y_before, z_before):
-                stale = self._lower_gradients(problem, k, lam_before, state.before, samples, rewind)
+                stale = self._lower_gradients(
+                    problem, watch, lam_before, state.before, samples, rewind
+                )
+        copies = [*(y for _ in state.y_estimates), z]
+        watch.average([*zip(copies, fresh, strict=True), *zip(copies, stale or (), strict=False)])
         _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
         y.set_grads(self._direction(state.y_estimates, lam))
         z.set_grads([h.clone() for h in state.z_estimate])
-        y.require_finite_grads(k, beta / lam)
-        z.require_finite_grads(k, gamma)
+        watch.gradients([(y, beta / lam), (z, gamma)], averaged=True)
         y_before.assign(y)
         z_before.assign(z)
         state.y_update.apply(beta, gain=1 / lam)
         state.z_update.apply(gamma)
 
         # x: the estimators at (x_k, y_{k+1}, z_{k+1}); the previous point is (x_{k-1}, y_k, z_k)
-        tally = Tally(problem, state, measure)
+        tally = Tally(problem, state, measure, watch)
         fresh = _zeros(x, len(state.x_estimates))
         stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
         variables = (x, y, z, *state.before)
@@ -215,16 +221,17 @@ class F3SA(PaperMethod[F3SAState]):
             for part in draw.direction(self.stencil.nodes, shared=True):
                 rewind = Rewind(x.device)
                 phi = evaluate(problem, self.stencil, x, [y, z], part, rewind)
-                self._add_x_gradients(fresh, phi, k, lam, x)
+                self._add_x_gradients(fresh, phi, watch, lam, x)
                 tally.add(part[0], phi.terms)
                 if stale is not None:
                     before = [y_before, z_before]
                     phi = evaluate(problem, self.stencil, x_before, before, part, rewind)
-                    self._add_x_gradients(stale, phi, k, lam_before, x_before)
+                    self._add_x_gradients(stale, phi, watch, lam_before, x_before)
+        watch.average([(x, gradient) for gradient in (*fresh, *(stale or ()))])
         _recur(state.x_estimates, fresh, stale, eta)
         x.set_grads(self._direction(state.x_estimates, lam))
         upper_lr = state.x_update.choose(now.upper)
-        x.require_finite_grads(k, upper_lr)
+        watch.gradients([(x, upper_lr)], averaged=True)
         info = tally.info(x.grads(), gamma, upper_lr, lam)
         x_before.assign(x)
         state.x_update.apply(upper_lr)
@@ -248,13 +255,13 @@ class F3SA(PaperMethod[F3SAState]):
         """The estimate of the gradient of f + lam * g."""
         if self.recursion == "separate":
             f, g = estimates
-            return list(torch._foreach_add(f, g, alpha=lam))
+            return added([h.clone() for h in f], g, alpha=lam)
         return [h.clone() for h in estimates[0]]
 
     def _lower_gradients(
         self,
         problem: Problem,
-        k: int,
+        watch: Watch,
         lam: float,
         point: Sequence[Variable],
         samples: Sequence[Sample],
@@ -267,35 +274,34 @@ class F3SA(PaperMethod[F3SAState]):
             gradients = []
             for term in self._terms(phi, lam):
                 assert term is not None, "an inner sample has all terms"
-                phi.backward_of(term, k)
-                y.require_finite_grads(k)
+                phi.backward_of(term, watch.step, watch)
                 gradients.append(dense(y.take_grads()))
-            z.require_finite_grads(k)
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
         weight = -1.0 if self.recursion == "separate" else -lam
-        gradients.append(list(torch._foreach_div(dense(z.take_grads()), weight)))
+        gradients.append(dense(z.take_grads()))
+        torch._foreach_div_(entries(gradients[-1]), weight)
         return gradients
 
     def _add_x_gradients(
-        self, totals: Gradients, phi: Phi, k: int, lam: float, x: Variable
+        self, totals: Gradients, phi: Phi, watch: Watch, lam: float, x: Variable
     ) -> None:
         """Add to ``totals`` the gradient in x of each term."""
         for total, term in zip(totals, self._terms(phi, lam), strict=True):
             if term is not None:
-                phi.backward_of(term, k)
-                x.require_finite_grads(k)
+                phi.backward_of(term, watch.step, watch)
                 torch._foreach_add_(total, x.take_grads())
 
 
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:
     """H <- fresh + (1 - eta) * (h - stale), in place; without ``stale`` the past has no weight."""
-    for index, (h, new) in enumerate(zip(estimates, fresh, strict=True)):
+    for index, (whole, new) in enumerate(zip(estimates, fresh, strict=True)):
+        h = entries(whole)
         if stale is None:
-            torch._foreach_copy_(h, new)
+            torch._foreach_copy_(h, entries(new))
         else:
-            torch._foreach_sub_(h, stale[index])
+            torch._foreach_sub_(h, entries(stale[index]))
             torch._foreach_mul_(h, 1 - eta)
-            torch._foreach_add_(h, new)
+            torch._foreach_add_(h, entries(new))
 
 
 def _zeros(variable: Variable, count: int) -> Gradients:

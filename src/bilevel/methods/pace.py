@@ -37,7 +37,7 @@ from bilevel.problem import Problem
 from bilevel.randomness import Rewind
 from bilevel.sets import Projection
 from bilevel.streams import Draw
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.variables import Variable, buffers_kept, differentiate, held
 
 POWER_STEPS = 8
 LOOK_EVERY = 8
@@ -152,11 +152,13 @@ class MeasuredPace(Pace):
         if self._stiffness is None:
             return
         g, f = self._curvatures
-        g.refine(slope_of(problem.g, state.x, [draw.lower.peek()]), state.solution, steps)
-        f.refine(slope_of(problem.f, state.x, [draw.upper.peek()]), state.solution, steps)
+        lower = slope_of(problem.g, state.x, [draw.lower.peek()], problem.mean)
+        upper = slope_of(problem.f, state.x, [draw.upper.peek()], problem.mean)
+        g.refine(lower, state.solution, steps)
+        f.refine(upper, state.solution, steps)
         if state.k and not draw.lower.deterministic and draw.lower.probed:
             halves = (
-                slope_of(problem.g, state.x, [batch])(state.solution)
+                slope_of(problem.g, state.x, [batch], problem.mean)(state.solution)
                 for batch in (draw.lower.peek(), draw.lower.probe()[0])
             )
             self._noisy_steps += self._every * (1 - max(0.0, _cosine(*halves)))
@@ -165,7 +167,7 @@ class MeasuredPace(Pace):
         """Make the finite difference finer where f changes its slope within it."""
         if state.penalised is None:
             return
-        slope = slope_of(problem.f, state.x, [draw.upper.peek()])
+        slope = slope_of(problem.f, state.x, [draw.upper.peek()], problem.mean)
         centre = slope(state.solution)
         change = float((slope(state.penalised) - centre).norm() / centre.norm())
         if not (change > SLOPE_CHANGE and math.isfinite(change)):
@@ -267,11 +269,11 @@ class Lookout:
             return
         x = state.x
         sample = draw.lower.probe()
-        lower = _value_of(problem.g, x, sample)
+        lower = _value_of(problem.g, x, sample, problem.mean)
         if lower(state.solution) < lower(self._copy):
             self._copy.assign(state.solution)
-        self._solve(slope_of(problem.g, x, sample), lower)
-        value = _value_of(problem.f, x, draw.upper.probe())(self._copy)
+        self._solve(slope_of(problem.g, x, sample, problem.mean), lower)
+        value = _value_of(problem.f, x, draw.upper.probe(), problem.mean)(self._copy)
         if math.isnan(self._first):
             self._first = value
         if value <= self._lowest:
@@ -327,7 +329,10 @@ class Lookout:
 
 
 def slope_of(
-    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, sample: list[Any]
+    objective: Callable[[Variable, Variable, Any], Tensor],
+    x: Variable,
+    sample: list[Any],
+    mean: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Slopes:
     """The gradient in y of an objective at fixed x and sample, with the same draws each time.
 
@@ -341,21 +346,25 @@ def slope_of(
             for batch in sample:
                 value = objective(x, y, batch) / len(sample)
                 if value.requires_grad:
-                    value.backward(inputs=y.leaves)  # type: ignore[no-untyped-call]
-        return flat(y.take_grads())
+                    differentiate(value, y.leaves, y.wrappers)
+        return mean(flat(y.take_grads()))
 
     return slope
 
 
 def _value_of(
-    objective: Callable[[Variable, Variable, Any], Tensor], x: Variable, sample: list[Any]
+    objective: Callable[[Variable, Variable, Any], Tensor],
+    x: Variable,
+    sample: list[Any],
+    mean: Callable[[Tensor], Tensor],
 ) -> Callable[[Variable], float]:
     rewind = Rewind(x.device)
 
     def value(y: Variable) -> float:
         rewind()
         with torch.no_grad(), buffers_kept(x, y):
-            return sum(float(objective(x, y, batch)) for batch in sample) / len(sample)
+            here = sum(float(objective(x, y, batch)) for batch in sample) / len(sample)
+            return float(mean(torch.tensor(here, dtype=torch.float64)))
 
     return value
 

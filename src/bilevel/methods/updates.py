@@ -18,6 +18,7 @@ from bilevel.methods.base import saved
 from bilevel.rows import entries, every_row, touched
 from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 from bilevel.sets import Projection, RowNumbers, RowWise
+from bilevel.shards import is_sharded, part_of, placed_as
 from bilevel.shared_adamw import SharedAdamW
 from bilevel.variables import Variable
 
@@ -219,6 +220,7 @@ class Update:
             if self._scheduler is not None:
                 self._scheduler.step()
         self._variable.clear_grads()
+        self._variable.reassemble()
         if self._projections:
             self.project(grads)
 
@@ -229,8 +231,8 @@ class Update:
             if grad.is_sparse:
                 leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
             else:
-                whole[0].append(leaf)
-                whole[1].append(grad)
+                whole[0].append(part_of(leaf))
+                whole[1].append(part_of(grad))
         if whole[0]:
             torch._foreach_add_(*whole, alpha=rate)
 
@@ -267,9 +269,21 @@ class Update:
         if self._optimizer is None:
             return {}
         state: dict[str, Any] = saved(self._optimizer.state_dict())
+        for leaf, numbers in self._by_leaf(state):
+            for name, value in numbers.items():
+                if isinstance(value, Tensor) and value.shape == self._variable.leaves[leaf].shape:
+                    numbers[name] = self._variable.whole(leaf, value)
         if self._scheduler is not None:
             state["scheduler"] = saved(self._scheduler.state_dict())
         return state
+
+    def _by_leaf(self, state: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What a saved optimizer's state holds for each leaf."""
+        assert self._optimizer is not None
+        places = {id(leaf): place for place, leaf in enumerate(self._variable.leaves)}
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        for number, numbers in state["state"].items():
+            yield places[id(params[number])], numbers
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved optimizer's state, and its scheduler's."""
@@ -283,7 +297,15 @@ class Update:
                     f" {what}, but here it is the other way round"
                 )
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(saved(state))
+            state = saved(state)
+            for place, numbers in self._by_leaf(state):
+                leaf = self._variable.leaves[place]
+                for name, value in numbers.items():
+                    whole = self._variable.whole(place, leaf)
+                    if isinstance(value, Tensor) and value.shape == whole.shape:
+                        placed = placed_as(value, whole)
+                        numbers[name] = placed if is_sharded(leaf) else part_of(placed)
+            self._optimizer.load_state_dict(state)
             _restore_types(self._optimizer, state)
         if self._scheduler is not None:
             like = self._scheduler.state_dict()
