@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bilevel import __version__
+from bilevel import __version__, folder
 from bilevel.errors import BilevelError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def clean(
     report.html (to look at in a browser). What a column is, number, category or text, is seen from
     its values; --text, --category and --ignore say otherwise.
     """
-    findings, folder = _checked(_cleaning)
+    findings = _checked(_cleaning)
     _checked(folder.check, folder=out, overwrite=overwrite, inputs=[train, trusted])
     choices = findings.ColumnChoices(text or (), category or (), ignore or ())
     with _stages() as tell:
@@ -144,7 +144,7 @@ def demo(
     """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
     from bilevel.experiments import digits
 
-    _, folder = _checked(_cleaning)
+    _checked(_cleaning)
     _check_folders(json_file)
     _checked(folder.check, folder=out, overwrite=True)
     console.print(
@@ -436,15 +436,15 @@ def _bench(
     _write_json(json_file, report.figures(machine, options, rows))
 
 
-def _cleaning() -> tuple[Any, Any]:
-    """The modules that clean files, which need packages of an extra."""
+def _cleaning() -> Any:
+    """The module that cleans files, which needs packages of an extra."""
     from bilevel.extras import needed
 
     with needed("clean", "sklearn", "scipy", "pandas", "safetensors", "jinja2", "PIL"):
-        from bilevel.cleaning import findings, folder, report
+        from bilevel.cleaning import findings, report
 
         del report  # is needed only in the end, when it would be late to say so
-    return findings, folder
+    return findings
 
 
 @contextmanager
