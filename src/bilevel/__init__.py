@@ -9,7 +9,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 
 from typing import TYPE_CHECKING, Any
 
-from bilevel import data, diagnostics, errors, problems, schedules, sets, theory
+from bilevel import data, diagnostics, errors, loggers, problems, schedules, sets, theory
 from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.many import Results, minimize_many
@@ -66,6 +66,7 @@ __all__ = [
     "diagnostics",
     "errors",
     "hypergradient",
+    "loggers",
     "minimize",
     "minimize_many",
     "problems",
