@@ -30,6 +30,7 @@ from bilevel.methods import (
     NoBilevel,
 )
 from bilevel.minimize import Outcome, Result, minimize
+from bilevel.mixing import DataMixer, Mixture
 from bilevel.problem import Problem
 from bilevel.solver import Solver
 from bilevel.table import Table
@@ -53,6 +54,8 @@ __all__ = [
     "SOBO",
     "VPBGD",
     "Checkpoint",
+    "DataMixer",
+    "Mixture",
     "Nesterov",
     "NoBilevel",
     "Outcome",

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from bilevel.checkpoint.file import bytes_of
 from bilevel.methods import Method, State
 from bilevel.methods.updates import Update
+from bilevel.streams import Together
 from bilevel.variables import Variable
 
 SHOWN = 5
@@ -105,6 +106,8 @@ def of_data(data: Any) -> Any:
     """What data look like; not what is in them."""
     if isinstance(data, Tensor | np.ndarray):
         return shape_of(data)
+    if isinstance(data, Together):
+        data = data.data
     if isinstance(data, Mapping):
         return {str(key): of_data(part) for key, part in data.items()}
     if isinstance(data, tuple):
