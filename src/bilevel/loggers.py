@@ -75,7 +75,7 @@ class TensorBoard(Logger):
     def __init__(self, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
         with needed("tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer: Any = SummaryWriter(os.fspath(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(os.fspath(folder))
         self._prefix = prefix
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

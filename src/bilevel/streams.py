@@ -424,8 +424,8 @@ class Together:
         >>> import bilevel, torch
         >>> problem = bilevel.Problem(
         ...     upper=lambda x, y, batch: (y - 2) ** 2,
-        ...     lower=lambda x, y, batch: sum(
-        ...         x.softmax(0)[i] * ((y - batch[name]) ** 2).mean() for i, name in enumerate("ab")))
+        ...     lower=lambda x, y, batch: x.softmax(0) @ torch.stack(
+        ...         [((y - batch[name]) ** 2).mean() for name in "ab"]))
         >>> kinds = Together({"a": [torch.zeros(4)], "b": [torch.full((2,), 4.0)]})
         >>> result = bilevel.minimize(problem, torch.zeros(2), torch.tensor(0.0),
         ...                           lower_data=kinds, steps=50)

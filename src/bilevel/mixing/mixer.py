@@ -198,5 +198,3 @@ def _check_sources(sources: Any) -> None:
             raise ArgumentTypeError(
                 f"sources[{name!r}] must be an iterable of batches of tokens, not None"
             )
-
-

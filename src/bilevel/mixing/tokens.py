@@ -85,7 +85,9 @@ def tokens_of(name: str, batch: Any, device: torch.device) -> Tokens:
             f"{tuple(ids.shape)}"
         )
     if not bool((labels[:, 1:] != IGNORED).any()):
-        raise ArgumentError(f"a batch of {name} leaves nothing to predict: all labels are {IGNORED}")
+        raise ArgumentError(
+            f"a batch of {name} leaves nothing to predict: all labels are {IGNORED}"
+        )
     if int(ids.min()) < 0:
         raise ArgumentError(f"a batch of {name} has the token {int(ids.min())}, below 0")
     largest = max(int(ids.max()), int(labels.max()))
@@ -132,7 +134,7 @@ class Loss:
             if len(batches) == 1:
                 return output[None]
             return torch.cat([self(model, [batch]) for batch in batches])
-        parts = output.split([len(batch.ids) for batch in batches])
+        parts = torch.split(output, [len(batch.ids) for batch in batches])
         return torch.stack(
             [_next_token(part, batch.labels) for part, batch in zip(parts, batches, strict=True)]
         )
