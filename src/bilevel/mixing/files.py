@@ -118,7 +118,7 @@ def mix_files(
     sources: Mapping[str, Path],
     target: Path,
     *,
-    steps: int = 300,
+    steps: int = 500,
     seed: int = 0,
     tell: Report = lambda stage: None,
 ) -> Mixed:
@@ -140,7 +140,7 @@ def mix_texts(
     sources: Mapping[str, str],
     target: str,
     *,
-    steps: int = 300,
+    steps: int = 500,
     seed: int = 0,
     tell: Report = lambda stage: None,
 ) -> Mixed:
@@ -165,10 +165,11 @@ def mix_texts(
         tell(f"step {info.step + 1} of {steps}, most of it {name} ({weight:.1%})")
 
     mixture = DataMixer(
-        {name: Windows(characters.encode(text)) for name, text in sources.items()},
+        {name: Windows(characters.encode(text), count=4) for name, text in sources.items()},
         # noise in f is not shared by the two copies of the model: twice the pieces for it
-        Windows(characters.encode(target), count=16),
+        Windows(characters.encode(target), count=8),
         module,
+        model_lr=5e-3,
         seed=seed,
     ).fit(steps, callback=told)
     tell("judging the model")

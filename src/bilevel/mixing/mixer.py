@@ -42,10 +42,11 @@ class DataMixer:
         target: the same, of the text that the model is wanted for.
         model: any causal language model; it is copied and never changed. One that takes ``labels``
             (Hugging Face) gives its own loss; any other maps tokens to logits, or to its loss.
-        model_lr: of AdamW, by which the model is trained. Choose what trains it from where it
-            is: that of a model which was trained before is much smaller.
-        weight_lr: the step of x. Where alike sources drift apart, it is too large.
-        multiplier: lam. The larger, the smaller the bias, and the slower the weights.
+        model_lr: of AdamW, by which the model is trained; None: 0.003, for a small model from
+            scratch. One that was trained before, or is large, needs a smaller one.
+        weight_lr: the step of x; None: 10 * model_lr. The model has to keep up with the weights:
+            where these swing to and fro, or alike sources drift apart, it is too large.
+        multiplier: lam; None: 10. The larger, the smaller the bias.
         method: another method, such as an ``F2SA`` with optimizers of your own; takes the place of
             the three above.
         seed: of everything random.
@@ -157,9 +158,15 @@ class DataMixer:
         )
 
 
-def _adamw(model_lr: float = 3e-3, weight_lr: float = 0.2, multiplier: float = 10.0) -> F2SA:
+def _adamw(
+    model_lr: float = 3e-3, weight_lr: float | None = None, multiplier: float = 10.0
+) -> F2SA:
     """F2SA at the price of three gradients, with only one copy's activations alive."""
     checked_number("model_lr", model_lr, above=True)
+    if weight_lr is None:
+        # AdamW moves the model by about model_lr a step, however far the weights want it to go:
+        # at 70 times model_lr the weights swing for ever, at 15 times they settle
+        weight_lr = 10 * model_lr
     return F2SA(
         upper_lr=checked_number("weight_lr", weight_lr, above=True),
         multiplier=checked_number("multiplier", multiplier, above=True),

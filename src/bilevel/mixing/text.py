@@ -131,13 +131,13 @@ class Windows:
 
     Attributes:
         tokens: of the text.
-        length: of a piece, in characters.
         count: of pieces in a batch.
+        length: of a piece, in characters.
     """
 
     tokens: Tensor
+    count: int
     length: int = CONTEXT
-    count: int = 8
 
     def __call__(self, generator: torch.Generator) -> Tensor:
         starts = len(self.tokens) - self.length + 1
