@@ -9,7 +9,17 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 
 from typing import TYPE_CHECKING, Any
 
-from bilevel import data, diagnostics, distributed, errors, problems, schedules, sets, theory
+from bilevel import (
+    data,
+    diagnostics,
+    distributed,
+    errors,
+    loggers,
+    problems,
+    schedules,
+    sets,
+    theory,
+)
 from bilevel.checkpoint import Checkpoint
 from bilevel.diagnostics import check_hypergradient, hypergradient
 from bilevel.loss_scale import LossScale
@@ -31,6 +41,7 @@ from bilevel.methods import (
     NoBilevel,
 )
 from bilevel.minimize import Outcome, Result, minimize
+from bilevel.mixing import DataMixer, Mixture
 from bilevel.problem import Problem
 from bilevel.shared_adamw import SharedAdamW
 from bilevel.solver import Solver
@@ -55,7 +66,9 @@ __all__ = [
     "SOBO",
     "VPBGD",
     "Checkpoint",
+    "DataMixer",
     "LossScale",
+    "Mixture",
     "Nesterov",
     "NoBilevel",
     "Outcome",
@@ -71,6 +84,7 @@ __all__ = [
     "distributed",
     "errors",
     "hypergradient",
+    "loggers",
     "minimize",
     "minimize_many",
     "problems",

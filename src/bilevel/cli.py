@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bilevel import __version__
+from bilevel import __version__, folder
 from bilevel.errors import BilevelError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def clean(
     report.html (to look at in a browser). What a column is, number, category or text, is seen from
     its values; --text, --category and --ignore say otherwise.
     """
-    findings, folder = _checked(_cleaning)
+    findings = _checked(_cleaning)
     _checked(folder.check, folder=out, overwrite=overwrite, inputs=[train, trusted])
     choices = findings.ColumnChoices(text or (), category or (), ignore or ())
     with _stages() as tell:
@@ -128,7 +128,10 @@ def clean(
         tell("writing")
         _check_folders(json_file)
         _checked(found.write, folder=out, overwrite=overwrite)
-    _tell_findings(found, out)
+    written = (
+        f"Written to {out}: labels.csv, model.safetensors, model.json; to look at: report.html"
+    )
+    _tell_found(found, written)
     _write_json(json_file, found.to_json())
 
 
@@ -144,7 +147,7 @@ def demo(
     """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
     from bilevel.experiments import digits
 
-    _, folder = _checked(_cleaning)
+    _checked(_cleaning)
     _check_folders(json_file)
     _checked(folder.check, folder=out, overwrite=True)
     console.print(
@@ -171,6 +174,70 @@ def demo(
         soft_wrap=True,
     )
     _write_json(json_file, outcome.to_json())
+
+
+@app.command()
+def mix(
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="A text file, or a folder of .txt files; two or more, each with this option.",
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The same, of the text that is wanted.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results go.")] = Path(
+        "mixed"
+    ),
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo", help="Weigh Shakespeare as it is, with characters shuffled, and reversed."
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Of the weights and the model.")] = 500,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results that are there already.")
+    ] = False,
+    seed: Seed = 0,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Learn how much of each source of text to train on, so that a model does well on a target.
+
+    A small model of characters is trained on all sources at once, with weights that are learned on
+    the way. Writes weights.json and weights.csv (the weights, over time), weights.png (to look at),
+    model.safetensors and model.json (the model). For models and tokens of your own there is
+    bilevel.DataMixer.
+    """
+    files = _checked(_mixing)
+    options: dict[str, Any] = {"steps": steps, "seed": seed}
+    if demo:
+        if source or target is not None:
+            raise typer.BadParameter(
+                "brings its own; leave --source and --target out", param_hint="--demo"
+            )
+        from bilevel import data
+
+        _checked(folder.check, folder=out, overwrite=overwrite)
+        sources, wanted = files.spoiled(_checked(data.shakespeare, data_dir=data_dir), seed)
+        work, options = files.mix_texts, {**options, "sources": sources, "target": wanted}
+    else:
+        if target is None:
+            raise typer.BadParameter("is needed, or --demo", param_hint="--target")
+        paths = _checked(files.named_paths, given=source or [])
+        inputs = [*paths.values(), target]
+        _checked(folder.check, folder=out, overwrite=overwrite, inputs=inputs)
+        work, options = files.mix_files, {**options, "sources": paths, "target": target}
+    _check_folders(json_file)
+    with _stages() as tell:
+        found = _checked(work, tell=tell, **options)
+        tell("writing")
+        _checked(found.write, folder=out, overwrite=overwrite)
+    _tell_found(found, f"Written to {out}: {', '.join(found.to_json()['files'])}")
+    _write_json(json_file, found.to_json())
 
 
 @reproduce_app.command()
@@ -436,15 +503,27 @@ def _bench(
     _write_json(json_file, report.figures(machine, options, rows))
 
 
-def _cleaning() -> tuple[Any, Any]:
-    """The modules that clean files, which need packages of an extra."""
+def _cleaning() -> Any:
+    """The module that cleans files, which needs packages of an extra."""
     from bilevel.extras import needed
 
     with needed("clean", "sklearn", "scipy", "pandas", "safetensors", "jinja2", "PIL"):
-        from bilevel.cleaning import findings, folder, report
+        from bilevel.cleaning import findings, report
 
         del report  # is needed only in the end, when it would be late to say so
-    return findings, folder
+    return findings
+
+
+def _mixing() -> Any:
+    """The module that mixes files, which needs packages of an extra."""
+    from bilevel.extras import needed
+
+    with needed("mix", "safetensors", "matplotlib"):
+        import matplotlib  # noqa: F401  # is needed only in the end, when it would be late to say so
+        import safetensors  # noqa: F401
+
+        from bilevel.mixing import files
+    return files
 
 
 @contextmanager
@@ -467,13 +546,9 @@ def _stages() -> Iterator[Callable[[str], None]]:
         yield lambda stage: progress.update(task, description=stage)
 
 
-def _tell_findings(found: Any, out: Path) -> None:
-    """What was found, in five lines."""
-    lines = [
-        *found.summary(),
-        f"Written to {out}: labels.csv, model.safetensors, model.json; to look at: report.html "
-        f"({found.seconds:.1f} s).",
-    ]
+def _tell_found(found: Any, written: str) -> None:
+    """What was found, in a few lines; where it was written to in the last."""
+    lines = [*found.summary(), f"{written} ({found.seconds:.1f} s)."]
     console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
 
 

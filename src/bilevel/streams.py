@@ -413,6 +413,75 @@ class Iterated(Stream):
             self._set_own(state["own"])  # others may have drawn from them since
 
 
+@dataclass(frozen=True)
+class Together:
+    """Data of several kinds; every batch is a dict with one batch of each.
+
+    Attributes:
+        data: what each is drawn from, by name; anything that ``lower_data`` may be.
+        called: from a name to what messages call that part; None: such as ``lower_data['web']``.
+        prepare: makes of each batch what the objectives get, called with what messages call the
+            part, and the batch. None: it stays as it is.
+
+    Example:
+        >>> import bilevel, torch
+        >>> problem = bilevel.Problem(
+        ...     upper=lambda x, y, batch: (y - 2) ** 2,
+        ...     lower=lambda x, y, batch: x.softmax(0) @ torch.stack(
+        ...         [((y - batch[name]) ** 2).mean() for name in "ab"]))
+        >>> kinds = Together({"a": [torch.zeros(4)], "b": [torch.full((2,), 4.0)]})
+        >>> result = bilevel.minimize(problem, torch.zeros(2), torch.tensor(0.0),
+        ...                           lower_data=kinds, steps=50)
+        >>> [round(w, 2) for w in result.x.softmax(0).tolist()]
+        [0.5, 0.5]
+    """
+
+    data: Mapping[str, Any]
+    called: Callable[[str], str] | None = None
+    prepare: Callable[[str, Any], Any] | None = None
+
+
+class Joint(Stream):
+    """The streams of :class:`Together`, side by side."""
+
+    def __init__(
+        self, streams: Mapping[str, tuple[str, Stream]], prepare: Callable[[str, Any], Any] | None
+    ) -> None:
+        self._streams = streams
+        self._prepare = prepare
+
+    def _prepared(self, batches: Mapping[str, Any]) -> dict[str, Any]:
+        if self._prepare is None:
+            return dict(batches)
+        return {name: self._prepare(self._streams[name][0], b) for name, b in batches.items()}
+
+    def next(self) -> Any:
+        return self._prepared({name: s.next() for name, (_, s) in self._streams.items()})
+
+    @property
+    def deterministic(self) -> bool:
+        return all(stream.deterministic for _, stream in self._streams.values())
+
+    def peek(self) -> Any:
+        return self._prepared({name: s.peek() for name, (_, s) in self._streams.items()})
+
+    @property
+    def probed(self) -> bool:
+        return all(stream.probed for _, stream in self._streams.values())
+
+    def probe(self) -> list[Any]:
+        probes = {name: stream.probe() for name, (_, stream) in self._streams.items()}
+        fewest = min(map(len, probes.values()))
+        return [self._prepared({n: p[i] for n, p in probes.items()}) for i in range(fewest)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: stream.state_dict() for name, (_, stream) in self._streams.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, (_, stream) in self._streams.items():
+            stream.load_state_dict(state[name])
+
+
 class Draw:
     """The samples of both levels, as an algorithm asks for them.
 
@@ -514,6 +583,28 @@ def stream_of(
     """
     if data is None:
         return NoData()
+    if isinstance(data, Together):
+        if not data.data:
+            raise ArgumentError(f"{name} is empty: {data.data!r}")
+        seeds = np.random.SeedSequence(seed).generate_state(len(data.data), np.uint64)
+        streams = {
+            key: (
+                path := data.called(key) if data.called else f"{name}[{key!r}]",
+                stream_of(
+                    path,
+                    part,
+                    batch_size=batch_size,
+                    direction_batch_size=direction_batch_size,
+                    seed=int(own) >> 1,
+                    device=device,
+                    home=home,
+                ),
+            )
+            for (key, part), own in zip(data.data.items(), seeds, strict=True)
+        }
+        joint = Joint(streams, data.prepare)
+        joint.sampled_here = any(stream.sampled_here for _, stream in streams.values())
+        return joint
     if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
         rows = move(data, device)
         tensors = _tensors(name, rows)

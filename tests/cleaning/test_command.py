@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from bilevel.cleaning import load_model
 from bilevel.cleaning.encoding import Category, Number, TableEncoder, Text, fit
 from bilevel.cleaning.findings import clean, clean_files
-from bilevel.cleaning.folder import written
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.samples import open_image
 from bilevel.cleaning.saved import CleanedModel
 from bilevel.cli import app
 from bilevel.errors import ArgumentError, InputError
+from bilevel.folder import written
 from tests.cleaning.files import Animals
 
 runner = CliRunner()

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from bilevel.checkpoint.file import bytes_of
 from bilevel.methods import Method, State
 from bilevel.methods.updates import Update
+from bilevel.streams import Together
 from bilevel.variables import Averaged, Variable
 
 SHOWN = 5
@@ -113,6 +114,8 @@ def of_data(data: Any, *, length: bool = True) -> Any:
     """What data look like; not what is in them, and if so asked not how many there are."""
     if isinstance(data, Tensor | np.ndarray):
         return shape_of(data if length else data[:0])
+    if isinstance(data, Together):
+        data = data.data
     if isinstance(data, Mapping):
         return {str(key): of_data(part, length=length) for key, part in data.items()}
     if isinstance(data, tuple):

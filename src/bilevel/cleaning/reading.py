@@ -25,9 +25,9 @@ from bilevel.cleaning.samples import (
     Labels,
     Samples,
     TableSamples,
-    printable,
 )
 from bilevel.errors import InputError, MissingExtraError
+from bilevel.folder import printable
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 """The endings of file names that are taken for images."""

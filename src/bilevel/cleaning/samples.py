@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bilevel.errors import InputError
+from bilevel.folder import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -229,8 +230,3 @@ def _eight_bits(pixels: Array) -> npt.NDArray[np.uint8]:
     whole = pixels.dtype.kind in "iu"
     scale = 1 / 257 if whole and pixels.max(initial=0) > 255 else 1 if whole else 255
     return np.clip(np.nan_to_num(pixels) * scale, 0, 255).astype(np.uint8)
-
-
-def printable(path: Path | str) -> str:
-    """A path as text that can be written anywhere, whatever bytes its name has."""
-    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -30,8 +30,9 @@ from bilevel.cleaning.encoding import Encoder
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.rows import WIDEST, Scaler, linear
-from bilevel.cleaning.samples import Array, ArraySamples, Samples, printable
+from bilevel.cleaning.samples import Array, ArraySamples, Samples
 from bilevel.errors import ArgumentError, InputError
+from bilevel.folder import printable
 
 FORMAT = "bilevel label cleaner"
 VERSION = 1

@@ -12,11 +12,13 @@ from bilevel.data.files import DataSet, RemoteFile, cache_folder
 from bilevel.data.idx import read_idx
 from bilevel.data.mnist import MNIST, Mnist, mnist
 from bilevel.data.newsgroups import NEWSGROUPS, Newsgroups, newsgroups, read_newsgroups
+from bilevel.data.shakespeare import SHAKESPEARE, read_shakespeare, shakespeare
 
 __all__ = [
     "COVERTYPE",
     "MNIST",
     "NEWSGROUPS",
+    "SHAKESPEARE",
     "Covertype",
     "DataSet",
     "Mnist",
@@ -29,4 +31,6 @@ __all__ = [
     "read_covertype",
     "read_idx",
     "read_newsgroups",
+    "read_shakespeare",
+    "shakespeare",
 ]

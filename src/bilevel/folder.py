@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bilevel.cleaning.samples import printable
 from bilevel.errors import OutputError
 
 
@@ -37,6 +36,11 @@ def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise OutputError(f"--out {name} cannot be made: {printable(there)} cannot be written to")
+
+
+def printable(path: Path | str) -> str:
+    """A path as text that can be written anywhere, whatever bytes its name has."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @contextmanager

@@ -1,0 +1,52 @@
+"""Tiny Shakespeare: 40,000 lines of the plays, 65 kinds of characters (Karpathy 2015)."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+from bilevel.data.files import DataSet, RemoteFile
+from bilevel.errors import CorruptDataError
+
+SHAKESPEARE = DataSet(
+    "tinyshakespeare",
+    (RemoteFile("input.txt", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
+    ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",),
+    repacked=(
+        RemoteFile(
+            "input.txt.gz", "bf237b9f5a05abe79d7a0caa809b6513fbcbc323e9521a77086d556e4c9bbed8"
+        ),
+    ),
+)
+"""The file (1.1 MB) and where it is to be had."""
+
+
+def shakespeare(data_dir: str | os.PathLike[str] | None = None) -> str:
+    """The text, 1,115,394 characters.
+
+    Args:
+        data_dir: a folder that holds the file, or a folder ``tinyshakespeare`` with it; None: the
+            folder that ``BILEVEL_DATA`` names, otherwise the cache, into which it is downloaded
+            once.
+
+    Example:
+        >>> shakespeare()[:14]  # doctest: +SKIP
+        'First Citizen:'
+    """
+    (path,) = SHAKESPEARE.paths(data_dir)
+    return read_shakespeare(path)
+
+
+def read_shakespeare(path: str | os.PathLike[str]) -> str:
+    """The text of the published file, or of the same file gzipped.
+
+    Raises:
+        CorruptDataError: it is neither, or not whole.
+    """
+    content = Path(path).read_bytes()
+    try:
+        return (gzip.decompress(content) if Path(path).suffix == ".gz" else content).decode("ascii")
+    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+        raise CorruptDataError(f"{Path(path)} is not a whole plain text: {error}") from error
