@@ -16,9 +16,11 @@ import torch
 from bilevel.checkpoint import Folder, Interrupts
 from bilevel.checkpoint.folder import CheckpointLike, checkpoint_of
 from bilevel.checks import check_choice, check_count
+from bilevel.divergence import REACTIONS, Guard, Reaction
 from bilevel.errors import (
     ArgumentTypeError,
     CheckpointError,
+    DivergenceError,
     MissingExtraError,
     RunError,
 )
@@ -47,6 +49,7 @@ class Outcome(Enum):
     STOPPED = "the callback asked to stop"
     INTERRUPTED = "Ctrl-C or SIGTERM asked to stop"
     BROKEN = "an error ended the run"
+    DIVERGED = "the run diverged"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,6 +112,7 @@ def minimize(
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
     checkpoint: CheckpointLike | None = None,
+    on_divergence: Reaction = "warn",
 ) -> Result:
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
@@ -134,10 +138,18 @@ def minimize(
             With a checkpoint Ctrl-C or SIGTERM ends the run after the step that is being taken,
             with everything saved and the outcome INTERRUPTED; a second one ends it at once. (This
             is so in the main thread, where the program has no handlers of its own.)
+        on_divergence: what to do where the recorded steps show that the run diverges, see
+            :mod:`bilevel.divergence`. "warn": say what is wrong and what to change in a
+            :class:`bilevel.errors.DivergenceWarning`, and go on, since signs can deceive; a run
+            that ends like that has the outcome DIVERGED. "raise": the same as an error,
+            :class:`bilevel.errors.DivergenceError`. "backtrack": go back to the last good state,
+            which is kept for this, and halve the step that is to blame, ten times at most; then
+            raise.
 
     Returns:
-        A :class:`Result`. A run that meets a non-finite number, or whose data ends, raises an
-        error that carries the result so far, see :class:`bilevel.errors.RunError`.
+        A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose
+        data ends, raises an error that carries the result so far, see
+        :class:`bilevel.errors.RunError`.
 
     Example:
         >>> import torch, bilevel
@@ -149,6 +161,7 @@ def minimize(
     check_count("steps", steps, least=0)
     check_count("record_every", record_every)
     check_choice("select", select, SELECTORS)
+    check_choice("on_divergence", on_divergence, REACTIONS)
     if callback is not None and not callable(callback):
         raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
     choices = None if checkpoint is None else checkpoint_of(checkpoint)
@@ -171,15 +184,19 @@ def minimize(
         recorder = _Recorder(solver, steps, record_every)
         selector = SELECTORS[select](solver, seed)
         clock = _Clock()
+        guard = Guard(solver, recorder, selector, on_divergence)
         keeper = None
         if choices is not None:
             parts: dict[str, Stateful] = {
                 "recorder": recorder,
                 "selector": selector,
                 "clock": clock,
+                "guard": guard,
             }
             keeper = _Keeper(Folder(choices), solver, parts)
-            keeper.begin(steps, {"record_every": int(record_every), "select": select})
+            made = {"record_every": int(record_every), "select": select}
+            keeper.begin(steps, made | {"on_divergence": on_divergence})
+        guard.begin()
         meter = meter_of(steps) if progress else None
         outcome = Outcome.COMPLETED
 
@@ -189,30 +206,38 @@ def minimize(
 
         @contextmanager
         def telling() -> Iterator[None]:
-            """For steps: one that breaks hands over the run up to there."""
+            """For steps: one that breaks hands over the run up to there, unless it is undone."""
             nonlocal outcome
             try:
                 yield
             except RunError as error:
-                outcome = Outcome.BROKEN
+                if guard.broke(error):
+                    return
+                diverged = isinstance(error, DivergenceError)
+                outcome = Outcome.DIVERGED if diverged else Outcome.BROKEN
                 error.result = result()
                 raise
 
         with meter or nullcontext():
-            for k in range(solver.k, steps):
-                if interrupts.asked:
-                    break
-                recorded = k % record_every == 0 or k == steps - 1
+            while (k := solver.k) < steps and not interrupts.asked:
+                last = k == steps - 1  # which is saved below
+                recorded = k % record_every == 0 or last
                 selector.before(recorded)
+                due = False
                 with telling():
                     info = solver.step(measure=recorded)
-                    last = k == steps - 1  # which is saved below
                     due = keeper is not None and not last and keeper.folder.due(k + 1)
-                    if last or callback is not None or due or not selector.patient:
+                    look = recorded and guard.due(recorder.rows + 1, last=last)
+                    if last or callback is not None or due or look or not selector.patient:
                         solver.settle()
-                selector.after(info)
+                    selector.after(info)
+                    if recorded:
+                        recorder.add(info, clock.seconds)
+                    if look:
+                        guard.look()
+                if solver.k <= k:  # it was taken back
+                    continue
                 if recorded:
-                    recorder.add(info, clock.seconds)
                     if meter is not None:
                         meter.show(info)
                     if callback is not None and callback(solver, info):
@@ -224,6 +249,8 @@ def minimize(
                 solver.settle()
             if keeper is not None:
                 keeper.save()
+        if guard.diverged and outcome is Outcome.COMPLETED:
+            outcome = Outcome.DIVERGED
         if interrupts.asked:
             outcome = Outcome.INTERRUPTED
         return result()
@@ -304,6 +331,15 @@ class _Recorder:
         self._told = np.empty((rows, 2 + len(TOLD)))
         self._rows = 0
 
+    @property
+    def rows(self) -> int:
+        """How many steps were recorded."""
+        return self._rows
+
+    def forget(self, rows: int) -> None:
+        """Keep only the first rows."""
+        self._rows = rows
+
     def add(self, info: Info, seconds: float) -> None:
         row = torch.stack([getattr(info, name).detach() for name in MEASURED])
         self._measured[self._rows] = row
@@ -326,9 +362,14 @@ class _Recorder:
         self._told[: self._rows] = state["told"][kept].numpy()
 
     def history(self) -> History:
-        told = self._told[: self._rows]
+        """All columns."""
+        return self.block(0)
+
+    def block(self, first: int) -> History:
+        """The columns from that row on."""
+        told = self._told[first : self._rows]
         told = told[told[:, 0] < self._solver.k]  # a step may turn out later to be broken
-        measured = self._measured[: len(told)].cpu().numpy()
+        measured = self._measured[first : first + len(told)].cpu().numpy()
         return {
             "step": told[:, 0].astype(np.int64),
             "seconds": told[:, 1].copy(),

@@ -257,6 +257,16 @@ class Solver:
                 error.state = self.state_dict()
             raise
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For evaluations that are no part of the run: they begin with its randomness each time."""
+        device = self.state.x.device
+        with (
+            self._randomness,
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
+            yield
+
     def _forget_gradients(self) -> None:
         for value in vars(self.state).values():
             for variable in value if isinstance(value, list) else [value]:
@@ -381,17 +391,15 @@ class Solver:
         self.settle()
         x, y = self.state.x, self.state.solution
         found: dict[str, float | None] = {}
-        cuda = [x.device] if x.device.type == "cuda" else []
         levels = (
             ("upper", self.problem.f, self.draw.upper),
             ("lower", self.problem.g, self.draw.lower),
         )
-        with self._randomness, torch.no_grad():
-            for name, objective, stream in levels:
-                found[name] = None
-                if stream.probed:
-                    with buffers_kept(x, y), torch.random.fork_rng(cuda):
-                        found[name] = float(objective(x, y, stream.peek()))
+        for name, objective, stream in levels:
+            found[name] = None
+            if stream.probed:
+                with self.aside(), torch.no_grad(), buffers_kept(x, y):
+                    found[name] = float(objective(x, y, stream.peek()))
         return found
 
     def _check_values(self, path: Path, there: Mapping[str, float | None]) -> None:
