@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import bilevel
-from bilevel import F2SA, Outcome
+from bilevel import F2SA, Outcome, divergence
 from bilevel.benchmarks import methods
 from bilevel.divergence import BACKTRACKS, Signs
 from bilevel.errors import ArgumentError, DivergenceError, DivergenceWarning, NonFiniteError
@@ -34,7 +34,7 @@ def run(method: Any, problem: bilevel.Problem = QUADRATIC, **options: Any) -> bi
 
 @pytest.mark.parametrize("case", methods.CASES, ids=str)
 def test_good_settings_give_no_sign(case: methods.Case) -> None:
-    assert run(case.method(), steps=max(case.steps, 200)).outcome is Outcome.COMPLETED
+    assert run(case.method(), steps=min(case.steps, 200)).outcome is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize("case", NOISY, ids=str)
@@ -66,13 +66,14 @@ def test_steps_that_are_found_give_no_sign(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergence, "BLOCK", 4)
     problem = Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
     data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
     watched = bilevel.minimize(
-        problem, problem.x0, problem.y0, method=case.method(), steps=65, **data
+        problem, problem.x0, problem.y0, method=case.method(), steps=9, **data
     )
     solver = bilevel.Solver(problem, case.method(), problem.x0, problem.y0, **data)
-    for _ in range(65):
+    for _ in range(9):
         solver.step()
     assert torch.equal(watched.x, solver.x)
     assert torch.equal(watched.y, solver.y)
@@ -92,7 +93,7 @@ def test_polynomial_growth_is_no_sign_and_exponential_growth_is() -> None:
     k = np.arange(1.0, 2049.0)
 
     def seen(series: Any) -> list[int]:
-        signs, found = Signs(scheduled=False), []
+        signs, found = Signs(scheduled=False, patience=0), []
         ends = [4, 8, 16, 32, *range(64, 2049, 64)]
         for first, last in zip([0, *ends], ends, strict=False):
             block = {
@@ -205,7 +206,7 @@ def test_is_a_warning_unless_something_else_is_asked_for() -> None:
     assert len(caught) == 1
     assert result.outcome is Outcome.DIVERGED
     assert result.steps == 300
-    assert Path(caught[0].filename).name == "minimize.py"
+    assert caught[0].filename == __file__
 
 
 def test_a_number_that_is_not_finite_is_explained_where_it_can_be() -> None:
@@ -249,17 +250,23 @@ def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     assert result.history["upper"][-1] < result.history["upper"][0]
 
 
-@pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adam])
-def test_an_optimizer_goes_on_with_half_its_learning_rate(factory: Any) -> None:
-    method = F2SA(lower_optimizer=lambda p: factory(p, lr=2.5), upper_lr=0.1, inner_steps=3)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_optimizer_goes_on_with_half_its_learning_rate(momentum: float) -> None:
+    # steps with momentum m converge below 2 (1 + m) / L
+    rate = 2.5 * (1 + momentum) / STEEPEST
     seen: list[float] = []
-    try:
-        run(method, on_divergence="backtrack", callback=lambda s, info: seen.append(info.lower_lr))
-    except DivergenceError:
-        assert factory is torch.optim.Adam
-    if factory is torch.optim.SGD:
-        assert seen[0] == 2.5
-        assert seen[-1] == 1.25
+    result = run(
+        F2SA(
+            lower_optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=momentum),
+            upper_lr=0.1,
+            inner_steps=3,
+        ),
+        on_divergence="backtrack",
+        callback=lambda solver, info: seen.append(info.lower_lr),
+    )
+    assert result.outcome is Outcome.COMPLETED
+    assert seen[0] == rate
+    assert seen[-1] == rate / 2
 
 
 def test_gives_up_after_so_many_times() -> None:

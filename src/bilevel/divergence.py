@@ -39,6 +39,7 @@ import numpy as np
 import torch
 
 from bilevel.errors import DivergenceError, DivergenceWarning, NonFiniteError, RunError
+from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Stateful, saved
 from bilevel.methods.pace import Slopes, difference, slope_of
 from bilevel.methods.updates import Update
@@ -49,12 +50,16 @@ from bilevel.variables import Variable
 Reaction: TypeAlias = Literal["raise", "warn", "backtrack"]
 Level: TypeAlias = Literal["lower", "upper"]
 
+LEVELS: tuple[Level, ...] = ("lower", "upper")
 REACTIONS = ("raise", "warn", "backtrack")
 BACKTRACKS = 10
 """How often a step is halved in one run at most."""
 
 BLOCK = 64
 FIRST_BLOCKS = (4, 8, 16, 32)
+PATIENCE = 32
+"""While a step of x that is to be found may go too far and be taken back."""
+
 RUNAWAY = 100.0
 UNEASY = 3.0
 OUTGROWN = 10.0
@@ -97,13 +102,13 @@ class Diagnosis:
         seen: what betrayed it.
         cause: what is wrong, as far as it can be told.
         advice: what to change.
-        level: whose step is too long.
+        levels: whose steps may be too long.
     """
 
     seen: str
     cause: str
     advice: str
-    level: Level
+    levels: tuple[Level, ...]
 
     def __str__(self) -> str:
         return f"{self.seen}. The likely cause: {self.cause}. What helps: {self.advice}"
@@ -126,7 +131,11 @@ class Guard:
         self._records = records
         self._others = others
         self._reaction = reaction
-        self._signs = Signs(callable(getattr(solver.method, "multiplier", None)))
+        found = any(isinstance(u, AdaptiveUpdate) for u in _updates(solver, "upper"))
+        self._signs = Signs(
+            scheduled=callable(getattr(solver.method, "multiplier", None)),
+            patience=PATIENCE if found else 0,
+        )
         self._halved = 0
         self._since: list[Level] = []  # what was halved after the good state was kept
         self._good: dict[str, Any] | None = None
@@ -168,7 +177,7 @@ class Guard:
                     DivergenceWarning,
                     stacklevel=3,
                 )
-        elif self._reaction == "raise" or not self._go_back(found.level):
+        elif self._reaction == "raise" or not self._go_back(*found.levels):
             error = DivergenceError(self._solver.k, str(found))
             error.state = self._solver.state_dict()
             raise error
@@ -180,7 +189,7 @@ class Guard:
         found = measured_cause(self._solver, f"{error.quantity} is not finite")
         if found is not None:
             error.diagnosis = f"{found.cause}. What helps: {found.advice}"
-        levels: tuple[Level, ...] = ("lower", "upper") if found is None else (found.level,)
+        levels = LEVELS if found is None else found.levels
         return self._reaction == "backtrack" and self._go_back(*levels)
 
     def _overlong(self, rows: int) -> Diagnosis | None:
@@ -242,10 +251,12 @@ class Signs:
 
     Args:
         scheduled: whether the multiplier is a function of k.
+        patience: before so many recorded steps nothing is a sign.
     """
 
-    def __init__(self, scheduled: bool) -> None:
+    def __init__(self, *, scheduled: bool, patience: int) -> None:
         self._scheduled = scheduled
+        self._patience = patience
         self.rows = 0
         self._ends: list[int] = []
         self._levels: dict[str, list[float]] = {name: [] for name in (*SERIES, "multiplier")}
@@ -272,6 +283,7 @@ class Signs:
         self._ends.append(rows)
         self._become_calm({name: series[name] for name in SERIES})
         sign = self._ran_away() or self._outgrown() or self._lags(first, lam * gap, series["upper"])
+        sign = sign if rows >= self._patience else None
         if sign is None:
             self._noticed = None
         elif self._noticed is None:
@@ -322,7 +334,7 @@ class Signs:
         return f"over {self.rows} recorded steps there rose {told}"
 
     def _outgrown(self) -> str | None:
-        if not self._scheduled or self.rows < BLOCK:
+        if not self._scheduled or self.rows < BLOCK or len(self._ends) < 2:
             return None
         half, growth = self._block_before(0.5), self.multiplier_growth
         before, now = self._peaks["spread"][half], self._levels["spread"][-1]
@@ -395,7 +407,7 @@ class Overlong:
             f"curvature L = {self.curvature:.3g} that the lower steps meet, so that each step "
             f"overshoots by more than it corrects",
             f"use {self.argument}={1 / self.curvature:.2g} (1/L) or less, or lower_lr='auto'",
-            "lower",
+            ("lower",),
         )
 
 
@@ -413,17 +425,22 @@ class Probe:
 
     def longest_step(self, *, smallest: float) -> Overlong | None:
         """The step of y that is longest, if it is ``smallest`` times a bit more than 2/L."""
-        method, now = self._solver.method, self._solver.state.pace.now
-        if now is None or any(u.optimizer is not None for u in _updates(self._solver, "lower")):
+        method, now, lower = (
+            self._solver.method,
+            self._solver.state.pace.now,
+            _lower_step(self._solver),
+        )
+        if now is None or lower is None:
             return None
+        name, rate = lower
         g = abs(self.steepest)
         met = g
         if hasattr(method, "stiffness"):
             met = method.stiffness(g, self._of_f, now.multiplier)
         own = getattr(method, "penalty_lr", None) is not None
         found = max(
-            Overlong("lower_lr", now.lower, g if own else met),
-            Overlong("penalty_lr" if own else "lower_lr", now.penalty, met),
+            Overlong(name, rate, g if own else met),
+            Overlong("penalty_lr", now.penalty, met if own else 0.0),
             key=lambda step: step.rate * step.curvature,
         )
         beyond = found.rate * found.curvature > 2 * smallest * LONGER_THAN_IT_MAY
@@ -451,7 +468,7 @@ def measured_cause(solver: Solver, seen: str) -> Diagnosis | None:
             f"g is not convex in y here (it has the curvature {least:.3g} along a direction), so "
             f"that the lower level may have no minimum to follow",
             "add a term such as 0.5 * mu * ||y||^2 to g, or bound y by y_set",
-            "lower",
+            ("lower",),
         )
 
 
@@ -465,9 +482,10 @@ def diagnose(solver: Solver, seen: str, multiplier_growth: float) -> Diagnosis:
         return Diagnosis(
             seen,
             f"the multiplier, now {now.multiplier:.3g}, has grown {multiplier_growth:.3g}-fold "
-            f"over half of the run and outgrows the steps: it multiplies what y and z lag behind by",
+            f"over half of the run and outgrows the steps, because it multiplies all that y and z "
+            f"lag behind by",
             "let it grow more slowly, let upper_lr fall as it grows, or take more inner_steps",
-            "upper",
+            ("upper",),
         )
     if seen.startswith("for "):
         return Diagnosis(
@@ -475,24 +493,48 @@ def diagnose(solver: Solver, seen: str, multiplier_growth: float) -> Diagnosis:
             "z, which is to solve the lower level, does not keep up, and the direction of x is "
             "mostly its error",
             "use a larger lower_lr or more inner_steps, or a smaller upper_lr",
-            "upper",
+            ("upper",),
         )
-    return Diagnosis(seen, *_upper_too_long(solver), "upper")
+    return _upper_too_long(solver, seen)
 
 
-def _upper_too_long(solver: Solver) -> tuple[str, str]:
+def _upper_too_long(solver: Solver, seen: str) -> Diagnosis:
+    """What is left where the lower steps are not to blame, or cannot be judged."""
     now = solver.state.pace.now
     rate = math.nan if now is None else now.upper
     given = not math.isnan(rate) and getattr(solver.method, "upper_optimizer", None) is None
     named = f"upper_lr={rate:.3g}" if given else "the step of x"
     smaller = f"use upper_lr={rate / 4:.2g} or less" if given else "use a smaller step of x"
-    why = (
-        "the lower steps are within 2/L, so it is x that goes too far"
-        if _can_probe(solver)
-        else "the curvature could not be measured on this data, and the lower steps may be too "
-        "long as well"
+    if _can_probe(solver) and _lower_step(solver) is not None:
+        return Diagnosis(
+            seen,
+            f"{named} is too long for F (the lower steps are within 2/L, so it is x that goes too "
+            f"far)",
+            f"{smaller}, or more inner_steps",
+            ("upper",),
+        )
+    return Diagnosis(
+        seen,
+        f"{named} or that of y is too long (which of them cannot be told: the curvature cannot be "
+        f"measured on this data, or an optimizer makes other steps of y than its rate says)",
+        f"{smaller}, or a smaller one of y",
+        LEVELS,
     )
-    return f"{named} is too long for F ({why})", f"{smaller}, or more inner_steps"
+
+
+def _lower_step(solver: Solver) -> tuple[str, float] | None:
+    """The argument that gives the step of y, and its length; None: it is not a plain step."""
+    optimizers = [update.optimizer for update in _updates(solver, "lower")]
+    now = solver.state.pace.now
+    if now is None:
+        return None
+    if not any(optimizers):
+        return "lower_lr", now.lower
+    (first, *_) = (optimizer for optimizer in optimizers if optimizer is not None)
+    (group, *_) = first.param_groups
+    if type(first) is torch.optim.SGD and not group["momentum"]:
+        return "the lr of lower_optimizer", float(group["lr"])
+    return None
 
 
 def slow_down(solver: Solver, level: Level) -> None:
