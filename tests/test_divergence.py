@@ -80,10 +80,13 @@ def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_device_is_asked_once_in_a_block_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    monkeypatch.setattr(
-        Signs, "look", lambda self, block, rows: read.append(rows) or setattr(self, "rows", rows)
-    )
+    read: list[int] = []
+
+    def look(self: Signs, block: Any, rows: int) -> None:
+        self.rows = rows
+        read.append(rows)
+
+    monkeypatch.setattr(Signs, "look", look)
     monkeypatch.setattr(Signs, "lower_fell", lambda self: True)
     run(F2SA(lower_lr=0.5, upper_lr=0.1), steps=200)
     assert read == [4, 8, 16, 32, 64, 128, 192, 200]

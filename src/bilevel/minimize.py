@@ -15,7 +15,7 @@ import torch
 
 from bilevel.checkpoint import Folder, Interrupts
 from bilevel.checkpoint.folder import CheckpointLike, checkpoint_of
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.divergence import REACTIONS, Guard, Reaction
 from bilevel.errors import (
     ArgumentTypeError,
@@ -162,6 +162,7 @@ def minimize(
     check_count("record_every", record_every)
     check_choice("select", select, SELECTORS)
     check_choice("on_divergence", on_divergence, REACTIONS)
+    check_flag("progress", progress)
     if callback is not None and not callable(callback):
         raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
     choices = None if checkpoint is None else checkpoint_of(checkpoint)

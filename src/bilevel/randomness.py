@@ -55,8 +55,11 @@ class PrivateRandomness:
         return {key: value.clone() for key, value in self._state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from saved states."""
-        self._state = {key: value.clone() for key, value in state.items()}
+        """Go on from saved states; those that torch does not take are refused by its errors."""
+        loaded = {key: value.clone() for key, value in state.items()}
+        with self._global_kept():
+            self._write(loaded)
+        self._state = loaded
 
 
 class Rewind:

@@ -17,7 +17,7 @@ import torch
 
 import bilevel
 from bilevel.checkpoint import read, settings, write
-from bilevel.checks import check_count
+from bilevel.checks import check_count, check_flag, checked_device, checked_path
 from bilevel.compiled import program_for
 from bilevel.errors import (
     ArgumentError,
@@ -180,11 +180,10 @@ class Solver:
             raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
         sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
         check_count("seed", seed, least=0)
-        if not isinstance(compile, bool):
-            raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
+        check_flag("compile", compile)
         self.problem = problem
         self.method = method_of(method)
-        place = None if device is None else torch.device(device)
+        place = None if device is None else checked_device("device", device)
         x, y = start_at(x0, y0, place)
         self.draw, self._randomness = sampling.draw(seed, place, x.device)
         self.method.check(problem, self.draw, x)
@@ -338,7 +337,7 @@ class Solver:
             >>> again.k, float(again.step().upper) == float(solver.step().upper)
             (3, True)
         """
-        write(Path(path), self.snapshot())
+        write(checked_path("path", path), self.snapshot())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that :meth:`save` or :func:`bilevel.minimize` wrote.
@@ -351,7 +350,8 @@ class Solver:
         Raises:
             CheckpointError: the message names the file and the reason.
         """
-        self.restore(Path(path), read(Path(path)))
+        file = checked_path("path", path)
+        self.restore(file, read(file))
 
     def snapshot(self) -> dict[str, Any]:
         """What goes into a checkpoint: the state, what made it, and f and g at its point."""
