@@ -58,15 +58,19 @@ def checked_path(name: str, value: Any) -> Path:
 
 
 def checked_device(name: str, value: Any) -> torch.device:
-    """``value`` as a device that torch knows."""
+    """``value`` as a device on which tensors can be."""
     if not isinstance(value, str | torch.device):
         raise ArgumentTypeError(f"{name} must be a device such as 'cpu' or 'cuda', not {value!r}")
     try:
-        return torch.device(value)
-    except RuntimeError as error:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
+        reason = str(error).splitlines()[0]
         raise ArgumentError(
-            f"{name} must be a device such as 'cpu' or 'cuda', not {value!r}"
+            f"{name} must be a device that is there, such as 'cpu' or 'cuda', not {value!r} "
+            f"({reason})"
         ) from error
+    return device
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -181,6 +181,11 @@ class Solver:
         sampling = Sampling(upper_data, lower_data, batch_size, direction_batch_size, chunk_size)
         check_count("seed", seed, least=0)
         check_flag("compile", compile)
+        if torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                "a run needs gradients, which torch.inference_mode() rules out for good; begin it "
+                "outside (torch.no_grad() does no harm)"
+            )
         self.problem = problem
         self.method = method_of(method)
         place = None if device is None else checked_device("device", device)

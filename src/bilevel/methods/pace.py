@@ -384,7 +384,10 @@ def difference(slope: Slopes, y: Variable, here: Tensor, v: Tensor, scale: float
     y is moved by a fraction of ``scale``, a length that y may be expected to change by; the cube
     root of the precision balances rounding and curvature.
     """
-    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / float(v.norm())
+    size = float(v.norm())
+    if not size:  # of a variable without numbers
+        return torch.zeros_like(here)
+    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
     start = [leaf.clone() for leaf in y.leaves]
     torch._foreach_add_(y.leaves, unflat(v, y.leaves), alpha=length)
     there = slope(y)
