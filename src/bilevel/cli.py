@@ -402,6 +402,19 @@ def bench_kill_resume(
     _bench(kill_resume, json_file, threads=1, seed=seed, runs=runs, damaged=damaged)
 
 
+@bench_app.command("soak")
+def bench_soak(
+    steps: Annotated[int, typer.Option(min=4000, help="That are taken compiled.")] = 10**6,
+    compiled: Annotated[bool, typer.Option(help="Also compiled steps.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """A million small steps: memory, live tensors, and whether history and state agree."""
+    from bilevel.benchmarks import soak
+
+    _bench(soak, json_file, threads=1, seed=seed, steps=steps, compiled=compiled)
+
+
 @bench_app.command("cleaning")
 def bench_cleaning(
     seed: Seed = 0,
