@@ -557,6 +557,7 @@ def test_a_run_goes_on_from_the_last_finite_state(method: Any) -> None:
     assert torch.equal(resumed.x, whole.x)
 
 
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 @pytest.mark.parametrize("method", BOTH.values(), ids=list(BOTH))
 def test_rates_too_large_for_the_curvature_stop_the_run_with_finite_numbers(method: Any) -> None:
     known = bilevel.problems.Quadratic()

@@ -201,6 +201,7 @@ def test_the_numbers_of_an_outcome_are_its_messages() -> None:
         "the callback asked to stop",
         "Ctrl-C or SIGTERM asked to stop",
         "an error ended the run",
+        "the run diverged",
     }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
 
@@ -15,7 +18,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
     """Raise unless ``value`` is one of the ``known`` names."""
     choices = list(known)
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
@@ -38,6 +41,52 @@ def checked_number(name: str, value: Any, *, least: float = 0.0, above: bool = F
         raise ArgumentTypeError(f"{name} must be a number, not {value!r}")
     result = float(value)
     if not math.isfinite(result) or result < least or (above and result == least):
-        bound = f"{'greater than' if above else 'at least'} {least:g}"
-        raise ArgumentError(f"{name} must be finite and {bound}, not {value!r}")
+        bound = f" and {'greater than' if above else 'at least'} {least:g}"
+        bound = "" if least == -math.inf else bound
+        raise ArgumentError(f"{name} must be finite{bound}, not {value!r}")
     return result
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """``value`` as the path of a file or a folder."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
+    path = Path(value)
+    if "\0" in str(path):  # which the system would not even look at
+        raise ArgumentError(f"{name} must be a path, not {value!r}, which holds a zero character")
+    return path
+
+
+def checked_device(name: str, value: Any) -> torch.device:
+    """``value`` as a device on which tensors can be."""
+    if not isinstance(value, str | torch.device):
+        raise ArgumentTypeError(f"{name} must be a device such as 'cpu' or 'cuda', not {value!r}")
+    try:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(
+            f"{name} must be a device that is there, such as 'cpu' or 'cuda', not {value!r} "
+            f"({reason})"
+        ) from error
+    return device
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a floating point type."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ArgumentTypeError(f"{name} must be a floating point type, not {value!r}")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a dense tensor of floating point numbers, all of them finite."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(f"{name} must be a tensor, not {value!r}")
+    if not value.is_floating_point() or value.layout != torch.strided:
+        kind = f"{value.dtype}, {value.layout}"
+        raise ArgumentTypeError(f"{name} must be a dense floating point tensor, not {kind}")
+    if value.device.type == "meta":
+        raise ArgumentError(f"{name} is on the meta device, where there are no numbers")
+    if not bool(torch.isfinite(value).all()):
+        raise ArgumentError(f"{name} holds a number that is not finite")

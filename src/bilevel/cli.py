@@ -46,6 +46,13 @@ DataDir = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="FOLDER", help="Keep there what is done, as it is done."),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from what is in the folder of --checkpoint.")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -247,6 +254,8 @@ def rates(
     runs: Annotated[int, typer.Option(min=1, help="Runs that are averaged.")] = 64,
     workers: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 2,
     plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("rates.png"),
+    checkpoint: CheckpointFolder = None,
+    resume: Resume = False,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the six rates of convergence of F2SA and F3SA on a quadratic."""
@@ -254,6 +263,7 @@ def rates(
 
     _check_plot(plot)
     _check_folders(json_file, plot)
+    ledger = _ledger("rates", checkpoint, resume, steps=steps, runs=runs, seed=seed)
     with _told(experiment.CURVES) as tell:
 
         def report(algorithm: str, regime: str, instance: str, curve: experiment.Curve) -> None:
@@ -266,6 +276,7 @@ def rates(
             seed=seed,
             workers=workers,
             on_curve=report,
+            ledger=ledger,
         )
     console.print(_rates_table(reproduction.rates))
     _write_json(json_file, reproduction.to_json())
@@ -291,6 +302,8 @@ def reproduce_cleaning(
         ),
     ] = None,
     plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("cleaning.png"),
+    checkpoint: CheckpointFolder = None,
+    resume: Resume = False,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -301,17 +314,22 @@ def reproduce_cleaning(
     _check_plot(plot)
     if tune is not None:
         _check_folders(tune)
+        ledger = _ledger("tune", checkpoint, resume, seconds=seconds)
         with report.threads(1), _told(experiment.PLACES) as tell:
             found = _checked(
                 experiment.tune,
                 seconds=seconds / 4,
                 data_dir=data_dir,
                 on_choice=lambda choice: tell(str(choice)),
+                ledger=ledger,
             )
         _write_json(tune, found.to_json())
         return
     _check_folders(json_file, plot)
     chosen = None if settings is None else _checked(experiment.Tuned.load, path=settings)
+    options = {"seconds": seconds, "seeds": seeds, "seed": seed}
+    used = (chosen or experiment.Tuned.packaged()).to_json()
+    ledger = _ledger("cleaning", checkpoint, resume, seconds=seconds, settings=used)
     with report.threads(1), _told(experiment.PLACES * seeds) as tell:
         machine = report.Machine.here()
         reproduction = _checked(
@@ -322,12 +340,12 @@ def reproduce_cleaning(
             settings=chosen,
             data_dir=data_dir,
             on_run=lambda run: tell(str(run)),
+            ledger=ledger,
         )
     console.print(experiment.table(reproduction))
     for line in experiment.leads(reproduction):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(str(machine), highlight=False, soft_wrap=True)
-    options = {"seconds": seconds, "seeds": seeds, "seed": seed}
     figures = {"machine": asdict(machine), "options": options, **reproduction.to_json()}
     _write_json(json_file, figures)
     experiment.plot(reproduction, plot)
@@ -469,6 +487,19 @@ def bench_kill_resume(
     _bench(kill_resume, json_file, threads=1, seed=seed, runs=runs, damaged=damaged)
 
 
+@bench_app.command("soak")
+def bench_soak(
+    steps: Annotated[int, typer.Option(min=4000, help="That are taken compiled.")] = 10**6,
+    compiled: Annotated[bool, typer.Option(help="Also compiled steps.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """A million small steps: memory, live tensors, and whether history and state agree."""
+    from bilevel.benchmarks import soak
+
+    _bench(soak, json_file, threads=1, seed=seed, steps=steps, compiled=compiled)
+
+
 @bench_app.command("cleaning")
 def bench_cleaning(
     seed: Seed = 0,
@@ -574,6 +605,14 @@ def _checked(function: Any, **arguments: Any) -> Any:
     except BilevelError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _ledger(command: str, folder: Path | None, resume: bool, **options: Any) -> Any:
+    """Where a long command keeps what is done; ``options`` are those on which its parts depend."""
+    from bilevel.experiments.ledger import Ledger
+
+    options = {"command": command, "version": __version__, **options}
+    return _checked(Ledger, folder=folder, options=options, resume=resume)
 
 
 def _check_folders(*paths: Path | None) -> None:

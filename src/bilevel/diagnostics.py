@@ -7,7 +7,6 @@ method from the truth?".
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.checks import check_flag, check_tensor, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
 from bilevel.methods import Method, PenaltyMethod, method_of
 from bilevel.methods.implicit import Slope, gradient
@@ -59,7 +59,8 @@ def hypergradient(
         >>> torch.allclose(exact, problem.gradient(problem.x0))
         True
     """
-    _refuse_y_set(problem)
+    _check_problem(problem)
+    check_flag("solve", solve)
     at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
     sample = Sample(upper_batch, lower_batch)
     with torch.enable_grad():
@@ -122,7 +123,7 @@ def check_hypergradient(
         >>> check.relative_error < 1e-2
         True
     """
-    _refuse_y_set(problem)
+    _check_problem(problem)
     chosen = method_of(method)
     stencil = chosen.stencil if isinstance(chosen, PenaltyMethod) else None
     if not isinstance(chosen, PenaltyMethod) or stencil is None:
@@ -130,9 +131,8 @@ def check_hypergradient(
             f"method must be one whose x direction is a finite difference, such as F2SA, "
             f"not {chosen!r}"
         )
-    lam = float(chosen.rates.multiplier(0) if multiplier is None else multiplier)
-    if not 0 < lam < math.inf:
-        raise ArgumentError(f"multiplier must be finite and greater than 0, not {lam!r}")
+    lam = chosen.rates.multiplier(0) if multiplier is None else multiplier
+    lam = checked_number("multiplier", lam, above=True)
     sample = Sample(upper_batch, lower_batch)
     at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
     with torch.enable_grad():
@@ -183,6 +183,17 @@ def tracking_errors(
         >>> bool(errors.y < 1e-6), bool(errors.z < 1e-6)
         (True, True)
     """
+    if not isinstance(problem, KnownProblem):
+        raise ArgumentTypeError(
+            f"problem must be one with known answers, of bilevel.problems, not {problem!r}"
+        )
+    for name, copy in (("y", y), ("z", z)):
+        check_tensor(name, copy)
+        if copy.shape[-1:] != problem.y0.shape[-1:]:
+            raise ArgumentError(
+                f"{name} has the shape {tuple(copy.shape)}, but that of the problem is "
+                f"{tuple(problem.y0.shape)}"
+            )
     with torch.no_grad():
         return TrackingErrors(
             y=(y - problem.penalised_solution(x, multiplier)).norm(dim=-1),
@@ -195,6 +206,8 @@ def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: f
 
     V = F(x) - F* + l_g1 lam ||y - y*_lam(x)||^2 + (l_g1 lam / 2) ||z - y*(x)||^2
     """
+    if not isinstance(problem, Quadratic):
+        raise ArgumentTypeError(f"problem must be a Quadratic, not {problem!r}")
     errors = tracking_errors(problem, x, y, z, multiplier)
     l_g1 = problem.constants.l_g1
     with torch.no_grad():
@@ -202,7 +215,9 @@ def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: f
         return above + l_g1 * multiplier * (errors.y**2 + 0.5 * errors.z**2)
 
 
-def _refuse_y_set(problem: Problem) -> None:
+def _check_problem(problem: Problem) -> None:
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
     if problem.y_set is not None:
         raise ArgumentError(
             f"the problem has y_set={problem.y_set!r}, but the implicit function theorem as used "

@@ -140,7 +140,11 @@ class NonFiniteError(RunError, ArithmeticError):
         quantity: what was not finite, such as ``"lower(x, z)"`` or ``"the gradient of y"``.
         state: the last finite state, as :meth:`bilevel.Solver.load_state_dict` takes it.
         result: the run up to there, when it was started by :func:`bilevel.minimize`.
+        diagnosis: which step size is to blame, and what to use instead, when the run was started
+            by :func:`bilevel.minimize`.
     """
+
+    diagnosis: str | None = None
 
     def __init__(self, step: int, quantity: str) -> None:
         self.step = step
@@ -152,8 +156,31 @@ class NonFiniteError(RunError, ArithmeticError):
             f"that is not finite there"
         )
 
+    def __str__(self) -> str:
+        told = super().__str__()
+        return told if self.diagnosis is None else f"{told}. Here: {self.diagnosis}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.step, self.quantity), self.__dict__
+
+
+class DivergenceError(RunError, ArithmeticError):
+    """A run diverges; the message says what was seen, what is wrong and what to change.
+
+    Attributes:
+        step: how many outer steps were taken.
+        diagnosis: the message without the step.
+        state: the state when it was noticed, as :meth:`bilevel.Solver.load_state_dict` takes it.
+        result: the run up to there.
+    """
+
+    def __init__(self, step: int, diagnosis: str) -> None:
+        self.step = step
+        self.diagnosis = diagnosis
+        super().__init__(f"the run diverges at step {step}: {diagnosis}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.diagnosis), self.__dict__
 
 
 class BilevelWarning(UserWarning):
@@ -174,6 +201,10 @@ class CompileWarning(BilevelWarning):
 
 class UnbatchedWarning(BilevelWarning):
     """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""
+
+
+class DivergenceWarning(BilevelWarning):
+    """A run seems to diverge; the message says what is wrong and what to change."""
 
 
 class CheckpointWarning(BilevelWarning):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bilevel.batched import Choices, Ending, Run, run_together, structure, why_broken
-from bilevel.checks import check_count, check_flag
+from bilevel.checks import check_choice, check_count, check_flag, checked_device
 from bilevel.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -91,6 +91,7 @@ class Results(Sequence[Result]):
 
         It is NaN after a run broke.
         """
+        check_choice("name", name, self[0].history)
         columns = [result.history[name] for result in self]
         curves = np.full((len(columns), max(map(len, columns))), np.nan)
         for curve, column in zip(curves, columns, strict=True):
@@ -219,7 +220,7 @@ def minimize_many(
         raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
     chosen = _methods_of(methods)
     numbers = _seeds_of(seeds)
-    place = None if device is None else torch.device(device)
+    place = None if device is None else checked_device("device", device)
     sampling = Sampling(
         _moved(upper_data, place),
         _moved(lower_data, place),

@@ -16,11 +16,13 @@ import torch
 from bilevel.checkpoint import Folder, Interrupts
 from bilevel.checkpoint.folder import CheckpointLike, checkpoint_of
 from bilevel.checkpoint.settings import differences
-from bilevel.checks import check_choice, check_count
+from bilevel.checks import check_choice, check_count, check_flag
 from bilevel.distributed import GroupChoice
+from bilevel.divergence import REACTIONS, Guard, Reaction
 from bilevel.errors import (
     ArgumentTypeError,
     CheckpointError,
+    DivergenceError,
     MissingExtraError,
     RunError,
 )
@@ -49,6 +51,7 @@ class Outcome(Enum):
     STOPPED = "the callback asked to stop"
     INTERRUPTED = "Ctrl-C or SIGTERM asked to stop"
     BROKEN = "an error ended the run"
+    DIVERGED = "the run diverged"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +114,7 @@ def minimize(
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
     checkpoint: CheckpointLike | None = None,
+    on_divergence: Reaction = "warn",
     process_group: GroupChoice = "default",
 ) -> Result:
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
@@ -140,10 +144,18 @@ def minimize(
         process_group: as :class:`bilevel.Solver` takes it. All ranks take the same number of steps
             and return the same result; the callback is called on each, and what ends the run on
             one ends it on all; they save together, into a folder that all of them can see.
+        on_divergence: what to do where the recorded steps show that the run diverges, see
+            :mod:`bilevel.divergence`. "warn": say what is wrong and what to change in a
+            :class:`bilevel.errors.DivergenceWarning`, and go on, since signs can deceive; a run
+            that ends like that has the outcome DIVERGED. "raise": the same as an error,
+            :class:`bilevel.errors.DivergenceError`. "backtrack": go back to the last good state,
+            which is kept for this, and halve the step that is to blame, ten times at most; then
+            raise.
 
     Returns:
-        A :class:`Result`. A run that meets a non-finite number, or whose data ends, raises an
-        error that carries the result so far, see :class:`bilevel.errors.RunError`.
+        A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose
+        data ends, raises an error that carries the result so far, see
+        :class:`bilevel.errors.RunError`.
 
     Example:
         >>> import torch, bilevel
@@ -155,6 +167,8 @@ def minimize(
     check_count("steps", steps, least=0)
     check_count("record_every", record_every)
     check_choice("select", select, SELECTORS)
+    check_choice("on_divergence", on_divergence, REACTIONS)
+    check_flag("progress", progress)
     if callback is not None and not callable(callback):
         raise ArgumentTypeError(f"callback must be a function of (solver, info), not {callback!r}")
     choices = None if checkpoint is None else checkpoint_of(checkpoint)
@@ -178,19 +192,24 @@ def minimize(
         team = solver.team
         if team is not None:
             counts = {"steps": int(steps), "record_every": int(record_every), "select": select}
-            team.same({**counts, "checkpoint": choices is not None}, differences)
+            also = {"checkpoint": choices is not None, "on_divergence": on_divergence}
+            team.same(counts | also, differences)
         recorder = _Recorder(solver, steps, record_every)
         selector = SELECTORS[select](solver, seed)
         clock = _Clock()
+        guard = Guard(solver, recorder, selector, on_divergence)
         keeper = None
         if choices is not None:
             parts: dict[str, Stateful] = {
                 "recorder": recorder,
                 "selector": selector,
                 "clock": clock,
+                "guard": guard,
             }
             keeper = _Keeper(Folder(choices, team=team), solver, parts)
-            keeper.begin(steps, {"record_every": int(record_every), "select": select})
+            made = {"record_every": int(record_every), "select": select}
+            keeper.begin(steps, made | {"on_divergence": on_divergence})
+        guard.begin()
         meter = meter_of(steps) if progress and (team is None or team.rank == 0) else None
         outcome = Outcome.COMPLETED
 
@@ -205,32 +224,40 @@ def minimize(
 
         @contextmanager
         def telling() -> Iterator[None]:
-            """For steps: one that breaks hands over the run up to there."""
+            """For steps: one that breaks hands over the run up to there, unless it is undone."""
             nonlocal outcome
             try:
                 yield
             except RunError as error:
-                outcome = Outcome.BROKEN
+                if guard.broke(error):
+                    return
+                diverged = isinstance(error, DivergenceError)
+                outcome = Outcome.DIVERGED if diverged else Outcome.BROKEN
                 error.result = result()
                 raise
 
         [asked] = agreed(interrupts.asked)
         with meter or nullcontext():
-            for k in range(solver.k, steps):
-                if asked:
-                    break
-                recorded = k % record_every == 0 or k == steps - 1
+            while (k := solver.k) < steps and not asked:
+                last = k == steps - 1  # which is saved below
+                recorded = k % record_every == 0 or last
                 selector.before(recorded)
+                due = False
                 with telling():
                     info = solver.step(measure=recorded)
-                    last = k == steps - 1  # which is saved below
                     due = keeper is not None and not last and keeper.folder.due(k + 1)
-                    if last or callback is not None or due or not selector.patient:
+                    look = recorded and guard.due(recorder.rows + 1, last=last)
+                    if last or callback is not None or due or look or not selector.patient:
                         solver.settle()
-                selector.after(info)
+                    selector.after(info)
+                    if recorded:
+                        recorder.add(info, clock.seconds)
+                    if look:
+                        guard.look()
+                if solver.k <= k:  # it was taken back
+                    continue
                 stop = False
                 if recorded:
-                    recorder.add(info, clock.seconds)
                     if meter is not None:
                         meter.show(info)
                     stop = callback is not None and bool(callback(solver, info))
@@ -246,6 +273,8 @@ def minimize(
                 solver.settle()
             if keeper is not None:
                 keeper.save()
+        if guard.diverged and outcome is Outcome.COMPLETED:
+            outcome = Outcome.DIVERGED
         if asked or (team is None and interrupts.asked):
             outcome = Outcome.INTERRUPTED
         return result()
@@ -326,6 +355,15 @@ class _Recorder:
         self._told = np.empty((rows, 2 + len(TOLD)))
         self._rows = 0
 
+    @property
+    def rows(self) -> int:
+        """How many steps were recorded."""
+        return self._rows
+
+    def forget(self, rows: int) -> None:
+        """Keep only the first rows."""
+        self._rows = rows
+
     def add(self, info: Info, seconds: float) -> None:
         row = torch.stack([getattr(info, name).detach() for name in MEASURED])
         self._measured[self._rows] = row
@@ -348,9 +386,14 @@ class _Recorder:
         self._told[: self._rows] = state["told"][kept].numpy()
 
     def history(self) -> History:
-        told = self._told[: self._rows]
+        """All columns."""
+        return self.block(0)
+
+    def block(self, first: int) -> History:
+        """The columns from that row on."""
+        told = self._told[first : self._rows]
         told = told[told[:, 0] < self._solver.k]  # a step may turn out later to be broken
-        measured = self._measured[: len(told)].cpu().numpy()
+        measured = self._measured[first : first + len(told)].cpu().numpy()
         return {
             "step": told[:, 0].astype(np.int64),
             "seconds": told[:, 1].copy(),

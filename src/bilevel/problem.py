@@ -78,6 +78,14 @@ class Problem:
                 raise ArgumentTypeError(
                     f"{name} must be a function of (x, y, batch), not {objective!r}"
                 )
+        for name, wanted in (("x_set", x_set), ("y_set", y_set)):
+            if wanted is not None and not (
+                callable(wanted) or isinstance(wanted, dict | list | tuple)
+            ):
+                raise ArgumentTypeError(
+                    f"{name} must be a callable that projects a tensor, or a tree of such in the "
+                    f"shape of the variable, not {wanted!r}"
+                )
         self.upper = upper
         self.lower = lower
         self.x_set = x_set

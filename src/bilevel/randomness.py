@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_turn: Any = threading.RLock()
+"""Whose the global generators are: there is one set of them for all threads."""
+
+
+def _fresh_turn() -> None:
+    """In a child process there is no thread that could give a lock back that one held there."""
+    global _turn
+    _turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_turn)
 
 
 class PrivateRandomness:
@@ -14,6 +31,12 @@ class PrivateRandomness:
     Dropout, an objective that calls ``torch.randn`` or a DataLoader that shuffles draw from the
     global generators. With this they are part of a run's state, and a run neither disturbs the
     program around it nor is disturbed by it.
+
+    The generators belong to the whole process. So runs in several threads take turns, a step at a
+    time, and none sees the others' numbers. (Two things cannot be kept apart from a step: code in
+    another thread that draws from the global generators meanwhile without a run, for which a
+    ``torch.Generator`` of its own is the remedy; and an objective that waits for steps of runs in
+    other threads would wait for ever.)
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -28,16 +51,27 @@ class PrivateRandomness:
         self._outside: dict[str, Tensor] | None = None
 
     def __enter__(self) -> None:
-        self._outside = self._read()
-        self._write(self._state)
+        _turn.acquire()
+        try:
+            self._outside = self._read()
+            self._write(self._state)
+        except BaseException:
+            _turn.release()
+            raise
 
     def __exit__(self, *exception: object) -> None:
         assert self._outside is not None
-        self._state = self._read()
-        self._write(self._outside)
+        try:
+            self._state = self._read()
+            self._write(self._outside)
+        finally:
+            _turn.release()
 
-    def _global_kept(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[] if self._cuda is None else [self._cuda])
+    @contextmanager
+    def _global_kept(self) -> Iterator[None]:
+        cuda = [] if self._cuda is None else [self._cuda]
+        with _turn, torch.random.fork_rng(devices=cuda):
+            yield
 
     def _read(self) -> dict[str, Tensor]:
         state = {"cpu": torch.get_rng_state()}
@@ -55,8 +89,11 @@ class PrivateRandomness:
         return {key: value.clone() for key, value in self._state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from saved states."""
-        self._state = {key: value.clone() for key, value in state.items()}
+        """Go on from saved states; those that torch does not take are refused by its errors."""
+        loaded = {key: value.clone() for key, value in state.items()}
+        with self._global_kept():
+            self._write(loaded)
+        self._state = loaded
 
 
 class Rewind:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from bilevel.checks import check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -34,6 +35,9 @@ class Constant:
     """The same ``value`` at every step."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        checked_number("value", self.value, least=-math.inf)
 
     def __call__(self, k: Any) -> Any:
         return self.value + 0.0 * k
@@ -51,8 +55,9 @@ class Power:
     exponent: float
 
     def __post_init__(self) -> None:
-        if not self.offset > 0:
-            raise ArgumentError(f"offset must be greater than 0, not {self.offset!r}")
+        for name in ("value", "exponent"):
+            checked_number(name, getattr(self, name), least=-math.inf)
+        checked_number("offset", self.offset, above=True)
 
     def __call__(self, k: Any) -> Any:
         return self.value * ((k + self.offset) / self.offset) ** self.exponent
@@ -67,8 +72,9 @@ class Ramp:
     steps: int
 
     def __post_init__(self) -> None:
-        if not self.steps >= 1:
-            raise ArgumentError(f"steps must be at least 1, not {self.steps!r}")
+        for name in ("start", "end"):
+            checked_number(name, getattr(self, name), least=-math.inf)
+        check_count("steps", self.steps)
 
     def __call__(self, k: Any) -> Any:
         if isinstance(k, int | float):
@@ -93,6 +99,8 @@ def as_schedule(name: str, rate: Rate) -> Schedule:
 
 def positive_at(name: str, schedule: Schedule, k: int) -> float:
     """``schedule(k)`` as a float, or an error that names the argument, the step and the value."""
+    if not callable(schedule):
+        raise ArgumentTypeError(f"{name} must be a function of the step k, not {schedule!r}")
     value = schedule(k)
     try:
         number = float(value)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -52,13 +53,25 @@ class Box:
 
     def __post_init__(self) -> None:
         for name, bound in (("low", self.low), ("high", self.high)):
-            if not isinstance(bound, int | float | Tensor):
+            if isinstance(bound, bool) or not isinstance(bound, int | float | Tensor):
                 raise ArgumentTypeError(f"Box needs a number or a tensor as {name}, not {bound!r}")
+            if isinstance(bound, Tensor) and (bound.is_complex() or bound.layout != torch.strided):
+                raise ArgumentTypeError(f"Box needs real numbers in {name}, not {bound!r}")
+        if isinstance(self.low, Tensor) and isinstance(self.high, Tensor):
+            _common_shape(self.low.shape, self.high.shape, "low", "high")
         if not bool(torch.as_tensor(self.low <= self.high).all()):  # also refuses NaN
             raise ArgumentError(f"Box needs low <= high, not low={self.low!r}, high={self.high!r}")
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return torch.clamp(tensor, self.low, self.high)  # type: ignore[arg-type]
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if isinstance(bound, Tensor):
+                shape = _common_shape(bound.shape, tensor.shape, name, "the variable")
+                if shape != tensor.shape:
+                    raise ArgumentError(
+                        f"Box needs a {name} for a variable of the shape {tuple(tensor.shape)}, "
+                        f"not of the shape {tuple(bound.shape)}"
+                    )
+        return _clamped(tensor, self.low, self.high)
 
     def of_rows(self, rows: RowNumbers, shape: torch.Size) -> Projection:
         low, high = (
@@ -67,7 +80,29 @@ class Box:
             else bound
             for bound in (self.low, self.high)
         )
-        return partial(torch.clamp, min=low, max=high)
+        return partial(_clamped, low=low, high=high)
+
+
+def _clamped(tensor: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Between the bounds, of which one may be a number and one a tensor."""
+    return tensor.clamp(min=low).clamp(max=high)
+
+
+def _common_shape(a: torch.Size, b: torch.Size, of_a: str, of_b: str) -> torch.Size:
+    try:
+        return torch.Size(torch.broadcast_shapes(a, b))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"Box has {of_a} of the shape {tuple(a)}, which does not go with {of_b} of the shape "
+            f"{tuple(b)}"
+        ) from error
+
+
+def _check_size(kind: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"{kind} needs a number as {name}, not {value!r}")
+    if not 0 < float(value) < math.inf:
+        raise ArgumentError(f"{kind} needs a finite {name} > 0, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -77,8 +112,7 @@ class Ball:
     radius: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.radius) and self.radius > 0):
-            raise ArgumentError(f"Ball needs a finite radius > 0, not {self.radius!r}")
+        _check_size("Ball", "radius", self.radius)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm(tensor)
@@ -97,12 +131,16 @@ class Simplex:
     total: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.total) and self.total > 0):
-            raise ArgumentError(f"Simplex needs a finite total > 0, not {self.total!r}")
+        _check_size("Simplex", "total", self.total)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:
             raise ArgumentError("Simplex needs a tensor of at least one dimension, not a scalar")
+        if not tensor.shape[-1]:
+            raise ArgumentError(
+                f"Simplex needs entries that can sum to {self.total:g}, but the shape is "
+                f"{tuple(tensor.shape)}"
+            )
         # relative to the largest entry, so that total is not lost beside large numbers
         tensor = tensor - tensor.amax(-1, keepdim=True)
         ordered = tensor.sort(dim=-1, descending=True).values

@@ -19,7 +19,7 @@ import torch
 import bilevel
 from bilevel.checkpoint import settings
 from bilevel.checkpoint.shared import OWN, read_any, write_any
-from bilevel.checks import check_count
+from bilevel.checks import check_count, check_flag, checked_device, checked_path
 from bilevel.compiled import program_for
 from bilevel.distributed import (
     GroupChoice,
@@ -218,10 +218,14 @@ class Solver:
                 upper_data, lower_data, batch_size, direction_batch_size, chunk_size
             )
             check_count("seed", seed, least=0)
-            if not isinstance(compile, bool):
-                raise ArgumentTypeError(f"compile must be True or False, not {compile!r}")
+            check_flag("compile", compile)
+            if torch.is_inference_mode_enabled():
+                raise ArgumentError(
+                    "a run needs gradients, which torch.inference_mode() rules out for good; begin "
+                    "it outside (torch.no_grad() does no harm)"
+                )
             self.method = method_of(method)
-            place = None if device is None else torch.device(device)
+            place = None if device is None else checked_device("device", device)
             x, y = start_at(x0, y0, place)
             if self.team is None:
                 refuse_wrapped(x, y)
@@ -325,6 +329,16 @@ class Solver:
                 error.state = self.state_dict()
             raise
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For evaluations that are no part of the run: they begin with its randomness each time."""
+        device = self.state.x.device
+        with (
+            self._randomness,
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
+            yield
+
     def _forget_gradients(self) -> None:
         for value in vars(self.state).values():
             for variable in value if isinstance(value, list) else [value]:
@@ -397,7 +411,7 @@ class Solver:
             >>> again.k, float(again.step().upper) == float(solver.step().upper)
             (3, True)
         """
-        write_any(Path(path), self.snapshot(), self.team)
+        write_any(checked_path("path", path), self.snapshot(), self.team)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that :meth:`save` or :func:`bilevel.minimize` wrote.
@@ -410,7 +424,8 @@ class Solver:
         Raises:
             CheckpointError: the message names the file and the reason.
         """
-        self.restore(Path(path), read_any(Path(path), self.team))
+        file = checked_path("path", path)
+        self.restore(file, read_any(file, self.team))
 
     def snapshot(self) -> dict[str, Any]:
         """What goes into a checkpoint: the state, what made it, and f and g at its point.
@@ -473,18 +488,16 @@ class Solver:
         self.settle()
         x, y = self.state.x, self.state.solution
         found: dict[str, float | None] = {}
-        cuda = [x.device] if x.device.type == "cuda" else []
         levels = (
             ("upper", self.problem.f, self.draw.upper),
             ("lower", self.problem.g, self.draw.lower),
         )
-        with self._randomness, torch.no_grad():
-            for name, objective, stream in levels:
-                found[name] = None
-                if stream.probed:
-                    with buffers_kept(x, y), torch.random.fork_rng(cuda):
-                        value = objective(x, y, stream.peek()).detach()
-                        found[name] = float(self._problem.mean(value))
+        for name, objective, stream in levels:
+            found[name] = None
+            if stream.probed:
+                with self.aside(), torch.no_grad(), buffers_kept(x, y):
+                    value = objective(x, y, stream.peek()).detach()
+                    found[name] = float(self._problem.mean(value))
         return found
 
     def _check_values(self, path: Path, there: Mapping[str, float | None]) -> None:

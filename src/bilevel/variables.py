@@ -136,6 +136,12 @@ class Variable:
                     f"{path} has dtype {leaf.dtype}, but only floating point tensors can be moved; "
                     f"convert it, for example with .float()"
                 )
+            if leaf.layout != torch.strided:
+                raise ArgumentTypeError(
+                    f"{path} is of the layout {leaf.layout}, but only dense tensors can be moved; "
+                    f"convert it with .to_dense(), or use a bilevel.Table, of which a step moves "
+                    f"only some rows"
+                )
             _refuse_meta(path, leaf)
             if is_sharded(leaf) and not (self._divided and _by_rows_only(leaf)):
                 raise ArgumentError(

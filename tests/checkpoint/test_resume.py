@@ -55,7 +55,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def quadratic(method: Any, **more: Any) -> dict[str, Any]:
-    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
+    problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=0)
     data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
     return {"problem": problem, "x0": problem.x0, "y0": problem.y0, "method": method} | data | more
 

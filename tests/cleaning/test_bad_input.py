@@ -117,6 +117,13 @@ CASES: dict[str, Case] = {
         text("train", lambda t: t.replace("weight", "size", 1)),
         "more than one column named 'size'",
     ),
+    "a million columns": Case(
+        CSV,
+        text("train", lambda t: "label," + ",".join(map(str, range(10**6))) + "\n"),
+        "train.csv has 1,000,001 columns, and 100,000 at most are read from a table; save so many",
+    ),
+    "quotes without an end": Case(CSV, text("train", lambda t: t + '"'), "cannot be read as CSV"),
+    "zero characters": Case(CSV, content("train", bytes(200)), "train.csv"),
     "no features": Case(CSV, edit("train", lambda f: f[["label"]]), "no column beside"),
     # labels
     "trusted label unknown": Case(

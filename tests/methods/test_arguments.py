@@ -50,13 +50,13 @@ def all_of(*values: Any, error: type[BilevelError] = ArgumentError, says: str = 
     return [(value, error, says) for value in values]
 
 
-NUMBERS = all_of(-0.1, 0.0, math.nan, math.inf, says="must be finite and greater than 0")
-RATE = NUMBERS + all_of("fast", True, [0.1], error=ArgumentTypeError, says="must be ")
+NUMBERS = all_of(-0.1, 0.0, math.nan, math.inf, -math.inf, says="must be finite and greater than 0")
+RATE = NUMBERS + all_of("fast", True, [0.1], {}, error=ArgumentTypeError, says="must be ")
 SHARE = RATE + all_of(1.5, says="must be at most 1") + all_of(None, error=ArgumentTypeError)
 NUMBER = NUMBERS + all_of("1", True, None, error=ArgumentTypeError, says="must be a number")
 COUNT = all_of(0, -3, 2.5, math.nan, "2", True, None, says="must be a whole number of at least 1")
 FLAG = all_of("yes", 1, None, error=ArgumentTypeError, says="must be True or False")
-OPTIMIZER = all_of("adam", 0.1, SGD, error=ArgumentTypeError, says="must be a function of the")
+OPTIMIZER = all_of("adam", 0.1, {}, SGD, error=ArgumentTypeError, says="must be a function of the")
 
 
 def one_of(*known: str) -> Refused:

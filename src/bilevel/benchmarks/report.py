@@ -15,6 +15,7 @@ from rich.table import Table
 
 T = TypeVar("T")
 Row = TypeVar("Row")
+_STATM = Path("/proc/self/statm")
 
 
 class Track(Protocol):
@@ -83,6 +84,13 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def resident() -> int | None:
+    """Bytes of memory that the process holds; None where the system does not tell."""
+    if not _STATM.exists():
+        return None
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def figures(machine: Machine, options: Mapping[str, Any], rows: Sequence[Any]) -> dict[str, Any]:

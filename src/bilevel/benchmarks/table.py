@@ -8,11 +8,9 @@ or, for comparison, a plain tensor.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -36,7 +34,6 @@ TENSOR_LIMIT = 10_000_000
 """A plain tensor of more entries would take seconds for every step."""
 
 _IMAGES, _PIXELS, _CLASSES = 10_000, 784, 10
-_STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
@@ -195,6 +192,4 @@ def _memory(device: str) -> int | None:
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated()
-    if not _STATM.exists():
-        return None
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return report.resident()

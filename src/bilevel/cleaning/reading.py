@@ -45,6 +45,9 @@ _KNOWN = {  # what files of other kinds begin with
 }
 _MOST_NAMED = 10
 
+MOST_COLUMNS = 100_000
+"""Of a table, whose columns are looked at one by one."""
+
 
 def read(
     path: Path,
@@ -182,6 +185,11 @@ def _read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFr
             header = next(csv.reader(file, delimiter=separator, strict=True), [])
         if not header:
             raise InputError(f"{printable(path)} is empty")
+        if len(header) > MOST_COLUMNS:
+            raise InputError(
+                f"{printable(path)} has {len(header):,} columns, and {MOST_COLUMNS:,} at most are "
+                f"read from a table; save so many numbers as NPZ, with the arrays X and y"
+            )
         twice = [column for column, count in Counter(header).items() if count > 1]
         if twice:
             raise InputError(

@@ -25,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 import bilevel
+from bilevel.checks import checked_path
 from bilevel.cleaning import encoding
 from bilevel.cleaning.encoding import Encoder
 from bilevel.cleaning.estimator import LabelCleaner
@@ -131,7 +132,7 @@ def load_model(folder: str | Path) -> CleanedModel:
     Raises:
         InputError: it is not there, or not such a model.
     """
-    folder = Path(folder)
+    folder = checked_path("folder", folder)
     try:
         description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)

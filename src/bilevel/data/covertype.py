@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.data.files import DataSet, RemoteFile
+from bilevel.data.files import DataSet, RemoteFile, readable
 from bilevel.errors import CorruptDataError
 
 _MEASURED, _AREAS, _SOILS = 10, 4, 40
@@ -71,6 +72,7 @@ def read_covertype(path: str | os.PathLike[str]) -> Covertype:
     Raises:
         CorruptDataError: it is neither, or not whole.
     """
+    path = readable(path)
     try:
         if Path(path).suffix == ".npz":
             with np.load(path) as parts:
@@ -81,7 +83,8 @@ def read_covertype(path: str | os.PathLike[str]) -> Covertype:
                 features = np.concatenate([parts["quant"].astype(np.float32), *one_hot], axis=1)
                 labels = parts["y"]
         else:
-            with gzip.open(path, "rt") as lines:
+            with gzip.open(path, "rt") as lines, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of no lines: told below
                 table = np.loadtxt(lines, delimiter=",", dtype=np.float32, ndmin=2)
             features, labels = table[:, :-1], table[:, -1]
     except (

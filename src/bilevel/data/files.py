@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import re
 import sys
 import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from bilevel.errors import ArgumentError, CorruptDataError, MissingDataError
+from bilevel.checks import checked_path
+from bilevel.errors import ArgumentError, ArgumentTypeError, CorruptDataError, MissingDataError
 
 VARIABLE = "BILEVEL_DATA"
 """The environment variable that names a folder with data, as ``data_dir`` does."""
 
+_SHA256 = re.compile("[0-9a-f]{64}")
 _BLOCK = 1 << 20
 _TIMEOUT = 30.0  # seconds without a byte before the next mirror is tried
 
@@ -32,6 +35,12 @@ class RemoteFile:
     name: str
     sha256: str
     addresses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
+            raise ArgumentError(f"sha256 must be 64 hexadecimal digits, not {self.sha256!r}")
+        _check_addresses("addresses", self.addresses)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,14 @@ class DataSet:
     mirrors: tuple[str, ...]
     repacked: tuple[RemoteFile, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        for name in ("files", "repacked"):
+            files = getattr(self, name)
+            if not isinstance(files, tuple) or not all(isinstance(f, RemoteFile) for f in files):
+                raise ArgumentTypeError(f"{name} must be a tuple of RemoteFile, not {files!r}")
+        _check_addresses("mirrors", self.mirrors)
+
     def paths(self, data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
         """The files on this machine, each verified; downloaded where they have to be.
 
@@ -65,7 +82,7 @@ class DataSet:
         given = os.environ.get(VARIABLE) or None
         origin = VARIABLE
         if data_dir is not None:
-            given, origin = os.fspath(data_dir), "data_dir"
+            given, origin = str(checked_path("data_dir", data_dir)), "data_dir"
         if given is not None:
             return self._offline(Path(given).expanduser(), origin)
         folder = cache_folder() / self.name
@@ -105,6 +122,31 @@ class DataSet:
             f"a network, put {names} into {folder}, or into any other folder and name that by "
             f"data_dir= or the environment variable {VARIABLE}"
         )
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name must be text, not {name!r}")
+    if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
+        raise ArgumentError(f"name must be that of a file, without folders, not {name!r}")
+
+
+def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
+    if not isinstance(addresses, tuple) or not all(isinstance(each, str) for each in addresses):
+        raise ArgumentTypeError(f"{name} must be a tuple of addresses, not {addresses!r}")
+    for address in addresses:
+        if not address.startswith(("https://", "http://", "file://")):
+            raise ArgumentError(f"{name} must begin with https://, not {address!r}")
+
+
+def readable(path: str | os.PathLike[str]) -> Path:
+    """The path of a file that is there; what is in it, its reader has to see."""
+    file = checked_path("path", path)
+    if not file.exists():
+        raise MissingDataError(f"there is no file {str(file)!r} (path)")
+    if not file.is_file():
+        raise CorruptDataError(f"path={str(file)!r} is not a file")
+    return file
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bilevel.data.files import readable
 from bilevel.errors import CorruptDataError
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -23,6 +24,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
     Raises:
         CorruptDataError: the file is not whole, not gzipped, or not an idx file.
     """
+    path = readable(path)
     try:
         with gzip.open(path) as file:
             content = file.read()

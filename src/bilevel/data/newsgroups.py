@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bilevel.data.files import DataSet, RemoteFile
+from bilevel.data.files import DataSet, RemoteFile, readable
 from bilevel.errors import CorruptDataError
 
 NEWSGROUPS = DataSet(
@@ -67,6 +67,7 @@ def read_newsgroups(path: str | os.PathLike[str]) -> Newsgroups:
     Raises:
         CorruptDataError: it is not such an archive, or not whole.
     """
+    path = readable(path)
     messages: dict[str, dict[tuple[str, str], str]] = {"train": {}, "test": {}}
     try:
         with tarfile.open(path) as archive:

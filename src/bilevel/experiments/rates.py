@@ -16,6 +16,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from bilevel import theory
+from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic
@@ -86,6 +88,15 @@ class Curve:
     step: Array
     value: Array
     slope: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes to a file."""
+        return {"step": self.step.tolist(), "value": self.value.tolist(), "slope": self.slope}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Curve:
+        """What :meth:`to_json` gave."""
+        return cls(np.array(found["step"]), np.array(found["value"]), float(found["slope"]))
 
 
 @dataclass(frozen=True)
@@ -189,8 +200,13 @@ def reproduce(
     seed: int = 0,
     workers: int = 2,
     on_curve: Callable[[str, str, str, Curve], None] | None = None,
+    ledger: Ledger | None = None,
 ) -> Reproduction:
-    """Measure all six rates; ``on_curve`` is told of each curve as it is done."""
+    """Measure all six rates.
+
+    ``on_curve`` is told of each curve as it is done; those in the ``ledger`` are not done again.
+    """
+    ledger = Ledger(None, {}) if ledger is None else ledger
     wanted = [
         (algorithm, regime, instance)
         for algorithm in METHODS
@@ -205,9 +221,15 @@ def reproduce(
                 measure, key[0], key[1], INSTANCES[key[2]], steps=steps, runs=runs, seed=seed
             )
             for key in wanted
+            if not ledger.has(" ".join(key))
         }
-        for key, job in jobs.items():
-            curves[key] = job.result()
+        for key in wanted:
+            curves[key] = ledger.part(
+                " ".join(key),
+                partial(_result, jobs, key),
+                to_json=Curve.to_json,
+                from_json=Curve.from_json,
+            )
             if on_curve is not None:
                 on_curve(*key, curves[key])
     rates = []
@@ -229,6 +251,10 @@ def reproduce(
                 )
             )
     return Reproduction(rates, curves)
+
+
+def _result(jobs: dict[tuple[str, str, str], Future[Curve]], key: tuple[str, str, str]) -> Curve:
+    return jobs[key].result()
 
 
 def plot(reproduction: Reproduction, path: Path) -> None:

@@ -146,6 +146,11 @@ class AdaptiveUpdate(Update):
         n["next_rest"] = min(2 * n["next_rest"], LONGEST_REST)
         n["rest"] = n["next_rest"] * self._unit
 
+    def slow_down(self) -> None:
+        """Halve the step, and let it grow again only where F is found to fall."""
+        n = self._numbers
+        n["rate"] = n["ceiling"] = min(n["rate"], n["ceiling"]) / 2
+
     def confirmed(self) -> None:
         """F has fallen: the next rest may be shorter, and the step a little longer."""
         self._numbers["next_rest"] = max(1.0, self._numbers["next_rest"] // 2)

@@ -61,19 +61,34 @@ class Pace:
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
+        self._shares = {"lower": 1.0, "upper": 1.0}
+        self.now: Now | None = None
+        """The step sizes of the last step."""
 
     def at(self, problem: Problem, state: State, draw: Draw) -> Now:
         """The step sizes of the step that the state is about to take."""
-        return self._rates.at(state.k, state.multiplier)
+        return self._shortened(self._rates.at(state.k, state.multiplier))
+
+    def slow_down(self, level: str) -> None:
+        """Halve the steps of x ("upper") or of y ("lower") from now on."""
+        self._shares[level] /= 2
+
+    def _shortened(self, now: Now) -> Now:
+        lower, upper = self._shares["lower"], self._shares["upper"]
+        if lower * upper < 1:
+            now = Now(lower * now.lower, lower * now.penalty, upper * now.upper, now.multiplier)
+        self.now = now
+        return now
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: given rates are functions of k."""
-        return {}
+        """By how much the steps were shortened; the rest are functions of k."""
+        return {"shares": dict(self._shares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take over."""
-        if state:
+        """Go on from there."""
+        if "curvatures" in state:
             raise StateError("the state was saved with 'auto' steps, but here they are given")
+        self._shares = dict(state["shares"])
 
 
 class MeasuredPace(Pace):
@@ -122,10 +137,10 @@ class MeasuredPace(Pace):
         now = self._rates.at(state.k, 0.0 if self._raises else state.multiplier)
         multiplier = max(now.multiplier, self._multiplier) if self._raises else now.multiplier
         if self._stiffness is None:
-            return now
+            return self._shortened(now)
         lower = self._lower(multiplier)
         penalty = lower if math.isnan(now.penalty) else now.penalty
-        return Now(lower, penalty, now.upper, multiplier)
+        return self._shortened(Now(lower, penalty, now.upper, multiplier))
 
     def _due(self, k: int) -> bool:
         """Whether to look before step k."""
@@ -183,6 +198,7 @@ class MeasuredPace(Pace):
     def state_dict(self) -> dict[str, Any]:
         """Curvatures, counts and what the watch remembers."""
         return {
+            **super().state_dict(),
             "curvatures": saved(self._curvatures),
             "noisy_steps": self._noisy_steps,
             "multiplier": self._multiplier,
@@ -191,11 +207,12 @@ class MeasuredPace(Pace):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        if not state or bool(state["watch"]) != (self._watch is not None):
+        if "watch" not in state or bool(state["watch"]) != (self._watch is not None):
             raise StateError(
                 "the state was saved with other steps than here: given there, 'auto' here, or the "
                 "other way round"
             )
+        self._shares = dict(state["shares"])
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
             mine.load_state_dict(theirs)
         self._noisy_steps, self._multiplier = state["noisy_steps"], state["multiplier"]
@@ -376,7 +393,10 @@ def difference(slope: Slopes, y: Variable, here: Tensor, v: Tensor, scale: float
     y is moved by a fraction of ``scale``, a length that y may be expected to change by; the cube
     root of the precision balances rounding and curvature.
     """
-    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / float(v.norm())
+    size = float(v.norm())
+    if not size:  # of a variable without numbers
+        return torch.zeros_like(here)
+    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
     start = [leaf.clone() for leaf in y.leaves]
     torch._foreach_add_(y.leaves, unflat(v, y.leaves), alpha=length)
     there = slope(y)

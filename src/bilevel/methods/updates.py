@@ -171,9 +171,20 @@ class Update:
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
 
     @property
+    def variable(self) -> Variable:
+        """What moves."""
+        return self._variable
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's, if there is one."""
         return self._optimizer
+
+    def slow_down(self) -> None:
+        """Halve the steps that are not given by :class:`~bilevel.methods.pace.Pace`."""
+        for group in [] if self._optimizer is None else self._optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] / 2
 
     @property
     def scheduler(self) -> LRScheduler | None:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from bilevel.checks import check_choice, check_count, checked_number
+from bilevel.checks import (
+    check_choice,
+    check_count,
+    check_dtype,
+    checked_device,
+    checked_number,
+)
 from bilevel.data import mnist
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.vectors import conjugate_gradients
@@ -117,8 +123,9 @@ class HyperCleaning(KnownProblem):
         self.weighting = WEIGHTINGS[weights]
         super().__init__(self._upper, self._lower, x_set=self.weighting.x_set)
         self.ridge = checked_number("ridge", ridge, above=True)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ArgumentTypeError(f"dtype must be a floating point type, not {dtype!r}")
+        check_dtype("dtype", dtype)
+        if device is not None:
+            device = checked_device("device", device)
         if (test_images is None) != (test_labels is None):
             raise ArgumentError("test_images and test_labels go together; one of them is None")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bilevel.checks import check_count
+from bilevel.checks import check_count, check_dtype, checked_number
 from bilevel.errors import ArgumentError, NotConvergedError
 from bilevel.problems.known import KnownProblem
 
@@ -53,10 +53,11 @@ class WeightedLogistic(KnownProblem):
     ) -> None:
         for name, count in (("train", train), ("trusted", trusted), ("dim", dim)):
             check_count(name, count)
-        if not 0 <= noise < 1:
-            raise ArgumentError(f"noise must be at least 0 and below 1, not {noise!r}")
-        if not 0 < ridge < float("inf"):
-            raise ArgumentError(f"ridge must be greater than 0, not {ridge!r}")
+        if checked_number("noise", noise) >= 1:
+            raise ArgumentError(f"noise must be below 1, not {noise!r}")
+        checked_number("ridge", ridge, above=True)
+        check_count("seed", seed, least=0)
+        check_dtype("dtype", dtype)
         super().__init__(self._upper, self._lower)
         generator = torch.Generator().manual_seed(seed)
         rule = torch.randn(dim, generator=generator, dtype=torch.float64)

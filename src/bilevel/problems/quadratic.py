@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count, checked_number
-from bilevel.errors import ArgumentError
+from bilevel.checks import (
+    check_count,
+    check_dtype,
+    check_tensor,
+    checked_device,
+    checked_number,
+)
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.problems.known import KnownProblem
 from bilevel.theory import Constants
 
@@ -63,7 +69,17 @@ class LeastSquares(KnownProblem):
             ("sigma_g", sigma_g, 0.0),
         ):
             checked_number(name, number, least=least)
+        check_count("seed", seed, least=0)
+        check_dtype("dtype", dtype)
+        device = checked_device("device", device)
+        if not isinstance(runs, tuple):
+            raise ArgumentTypeError(f"runs must be a tuple of whole numbers, not {runs!r}")
+        for count in runs:
+            check_count("each of runs", count)
         super().__init__(self._upper, self._lower)
+        for name, given in (("A", A), ("B", B), ("t", t)):
+            if given is not None:
+                check_tensor(name, given)
         for name, given, ndim in (("A", A, 2), ("B", B, 2), ("t", t, 1)):
             if given is not None and given.ndim != ndim:
                 raise ArgumentError(

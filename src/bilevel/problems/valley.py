@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count, checked_number
+from bilevel.checks import check_count, check_dtype, checked_device, checked_number
 from bilevel.problems.known import KnownProblem
 
 
@@ -62,6 +62,9 @@ class FlatValley(KnownProblem):
         check_count("valley", valley)
         check_count(f"dim_y - valley (= {dim_y} - {valley})", dim_y - valley)
         checked_number("rho", rho)
+        check_count("seed", seed, least=0)
+        check_dtype("dtype", dtype)
+        device = checked_device("device", device)
         super().__init__(self._upper, self._lower)
         generator = torch.Generator().manual_seed(seed)
 

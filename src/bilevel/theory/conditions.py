@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bilevel.checks import check_choice, check_count, checked_number
-from bilevel.errors import ArgumentError
+from bilevel.checks import check_choice, check_count, check_flag, checked_number
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.schedules import Constant, Power, positive_at
-from bilevel.theory.constants import Constants
+from bilevel.theory.constants import Constants, check_constants
 from bilevel.theory.designs import REGIMES, Design, double_loop_scale
 
 Array = npt.NDArray[np.float64]
@@ -149,7 +149,11 @@ def check(
         ...     print(condition.number, condition.statement, condition.k, condition.lhs)
         3 gamma_k <= min(1/(4 l_g1), 1/(4 T mu_g)) 0 0.01
     """
+    if not hasattr(design, "algorithm"):
+        raise ArgumentTypeError(f"design must be a Design, or have its attributes, not {design!r}")
     check_choice("algorithm", design.algorithm, REGIMES)
+    check_constants(constants)
+    check_flag("strict", strict)
     check_count("horizon", horizon)
     if horizon < 2:
         raise ArgumentError(f"horizon must be at least 2, not {horizon!r}")

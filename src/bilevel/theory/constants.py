@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from bilevel.checks import checked_number
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,3 +144,9 @@ class Constants:
                 f"bound, not {value!r}"
             )
         return result
+
+
+def check_constants(constants: Constants) -> None:
+    """Raise unless they are."""
+    if not isinstance(constants, Constants):
+        raise ArgumentTypeError(f"constants must be theory.Constants(...), not {constants!r}")

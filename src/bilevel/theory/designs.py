@@ -12,7 +12,7 @@ from typing import Any
 from bilevel.checks import check_choice, check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning
 from bilevel.schedules import Constant, Power, Schedule
-from bilevel.theory.constants import Constants
+from bilevel.theory.constants import Constants, check_constants
 from bilevel.theory.sequences import CappedMultiplier, Momentum, Product
 
 IMPRACTICAL_INNER_STEPS = 10_000
@@ -203,6 +203,7 @@ def design(
         >>> single_loop.xi == 1 / 768
         True
     """
+    check_constants(constants)
     check_choice("algorithm", algorithm, REGIMES)
     check_choice("regime", regime, REGIMES[algorithm])
     c_xi, c_eta = (

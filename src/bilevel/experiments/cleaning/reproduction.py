@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bilevel.experiments.cleaning.contenders import (
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point, Run, Task, run
 from bilevel.experiments.cleaning.settings import Tuned
 from bilevel.experiments.judge import BEST, crossings
+from bilevel.experiments.ledger import Ledger
 
 Array = npt.NDArray[np.float64]
 
@@ -239,6 +241,7 @@ def reproduce(
     settings: Tuned | None = None,
     data_dir: Path | None = None,
     on_run: Callable[[Run], None] | None = None,
+    ledger: Ledger | None = None,
 ) -> Reproduction:
     """Run every contender on every part of wrong labels with every size of minibatches.
 
@@ -249,7 +252,9 @@ def reproduce(
         settings: of the contenders; None: those of the package.
         data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
         on_run: is told of each run as it is done.
+        ledger: runs that are there are not done again.
     """
+    ledger = Ledger(None, {}) if ledger is None else ledger
     checked_number("seconds", seconds, above=True)
     check_count("seeds", seeds)
     tuned = Tuned.packaged() if settings is None else settings
@@ -267,16 +272,17 @@ def reproduce(
         for batch in BATCHES:
             for number in range(seed, seed + seeds):
                 for contender in CONTENDERS:
-                    runs.append(
-                        run(
-                            task,
-                            contender,
-                            chosen[corruption, batch, contender.name],
-                            batch=batch,
-                            seed=number,
-                            seconds=seconds,
-                        )
+                    make = partial(
+                        run,
+                        task,
+                        contender,
+                        chosen[corruption, batch, contender.name],
+                        batch=batch,
+                        seed=number,
+                        seconds=seconds,
                     )
+                    name = f"{contender.name} p{corruption} batch{batch} seed{number}"
+                    runs.append(ledger.part(name, make, to_json=asdict, from_json=Run.from_json))
                     if on_run is not None:
                         on_run(runs[-1])
     return Reproduction.of(without, runs)

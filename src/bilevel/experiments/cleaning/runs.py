@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -133,6 +134,11 @@ class Run:
     def last(self) -> Point:
         """Where it ended."""
         return self.points[-1]
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Run:
+        """What :func:`dataclasses.asdict` gave."""
+        return cls(**{**found, "points": [Point(**point) for point in found["points"]]})
 
 
 def follow(

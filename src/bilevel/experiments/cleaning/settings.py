@@ -45,6 +45,11 @@ class Choice:
             f"the gaps of all: {gaps}"
         )
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Choice:
+        """What :func:`dataclasses.asdict` gave."""
+        return cls(**{**found, "trials": [Trial(**trial) for trial in found["trials"]]})
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -85,10 +90,7 @@ class Tuned:
         """What :meth:`to_json` gave."""
         try:
             found = json.loads(path.read_text())
-            choices = [
-                Choice(**{**choice, "trials": [Trial(**trial) for trial in choice["trials"]]})
-                for choice in found["choices"]
-            ]
+            choices = [Choice.from_json(choice) for choice in found["choices"]]
             return cls(**{**found, "choices": choices})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from bilevel.checks import checked_number
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Settings
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Task, follow
 from bilevel.experiments.cleaning.settings import Choice, Trial, Tuned
+from bilevel.experiments.ledger import Ledger
 
 SEED = 1000
 """Of the trials; the runs that are reported have others."""
@@ -28,6 +31,7 @@ def tune(
     seconds: float = 3.75,
     data_dir: Path | None = None,
     on_choice: Callable[[Choice], None] | None = None,
+    ledger: Ledger | None = None,
 ) -> Tuned:
     """Try every combination of every contender's grid.
 
@@ -35,14 +39,21 @@ def tune(
         seconds: of the processor that each trial may take.
         data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
         on_choice: is told of each choice as it is made.
+        ledger: choices that are there are not made again.
     """
+    ledger = Ledger(None, {}) if ledger is None else ledger
     checked_number("seconds", seconds, above=True)
     choices = []
     for corruption in CORRUPTIONS:
         task = Task.mnist(corruption, data_dir)
         for batch in BATCHES:
             for contender in CONTENDERS:
-                choice = _choice(task, contender, batch, seconds)
+                choice = ledger.part(
+                    f"{contender.name} p{corruption} batch{batch}",
+                    partial(_choice, task, contender, batch, seconds),
+                    to_json=asdict,
+                    from_json=Choice.from_json,
+                )
                 choices.append(choice)
                 if on_choice is not None:
                     on_choice(choice)

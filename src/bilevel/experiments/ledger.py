@@ -1,0 +1,151 @@
+"""Finished work of a long command, kept in a folder so that it need not be done again.
+
+A long command does many things one after another, each of which follows from the command's options
+alone: a curve, a run, a choice. With ``--checkpoint FOLDER`` each is kept there as a JSON file when
+it is done; with ``--resume`` as well, what is there is taken as it is and the rest is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bilevel.checkpoint import settings
+from bilevel.errors import ArgumentError, CheckpointError, OutputError
+
+T = TypeVar("T")
+
+OPTIONS = "options.json"
+
+
+class Ledger:
+    """The finished parts of one command.
+
+    Args:
+        folder: where they are; None: they are not kept.
+        options: of the command, all on which its parts depend; plain numbers and text.
+        resume: whether the folder may hold parts already. They must be of the same options.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     first = Ledger(folder, {"seed": 0})
+        ...     squares = [first.part(str(n), lambda n=n: n * n) for n in (2, 3)]
+        ...     again = Ledger(folder, {"seed": 0}, resume=True)
+        ...     again.part("3", lambda: print("not done again"))
+        9
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        options: Mapping[str, Any],
+        *,
+        resume: bool = False,
+    ) -> None:
+        self._folder = None if folder is None else Path(folder)
+        if self._folder is None:
+            if resume:
+                raise ArgumentError("--resume needs --checkpoint FOLDER, which says where to go on")
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            there = any(self._folder.iterdir())
+        except OSError as error:
+            raise OutputError(
+                f"{str(self._folder)!r} cannot be used as a folder: {error.strerror or error}"
+            ) from error
+        if there and not resume:
+            raise ArgumentError(
+                f"{str(self._folder)!r} is not empty; give --resume to go on from what is there, "
+                f"or name another folder by --checkpoint"
+            )
+        known = self._folder / OPTIONS
+        if known.exists():
+            found = settings.differences(_read(known), json.loads(json.dumps(dict(options))))
+            if found:
+                raise CheckpointError(known, f"it is of another command: {'; '.join(found[:3])}")
+        else:
+            _write(known, dict(options))
+
+    def has(self, name: str) -> bool:
+        """Whether that part is there."""
+        return self._folder is not None and self._file(name).exists()
+
+    def part(
+        self,
+        name: str,
+        make: Callable[[], T],
+        *,
+        to_json: Callable[[T], Any] = lambda part: part,
+        from_json: Callable[[Any], T] = lambda found: found,
+    ) -> T:
+        """The part of that name: as it is there, or made now and put there.
+
+        Raises:
+            CheckpointError: what is there is not what was put there.
+            OutputError: it cannot be written.
+        """
+        if self._folder is None:
+            return make()
+        file = self._file(name)
+        if file.exists():
+            found = _read(file)
+            try:
+                return from_json(found)
+            except (LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    file, f"it is not a part of this command ({error})"
+                ) from error
+        made = make()
+        _write(file, to_json(made))
+        return made
+
+    def _file(self, name: str) -> Path:
+        assert self._folder is not None
+        plain = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name)
+        return self._folder / f"{plain}.json"
+
+
+def _write(path: Path, content: Any) -> None:
+    """With a checksum, and whole or not at all."""
+    text = json.dumps(content)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "x", encoding="utf-8") as file:
+            json.dump({"sha256": _digest(text), "content": text}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"{str(path)!r} could not be written: {error.strerror or error}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        text, digest = found["content"], found["sha256"]
+        if _digest(text) != digest:
+            raise CheckpointError(path, "its checksum is another: it was changed or damaged")
+        return json.loads(text)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            path, f"it cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
