@@ -106,7 +106,8 @@ def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) 
     if any(t.is_sparse for t in (*mine, *others)):
         return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
     # of mixed types torch would add one tensor after another
-    alike, unlike = [], []
+    alike: list[tuple[Tensor, Tensor]] = []
+    unlike: list[tuple[Tensor, Tensor]] = []
     for pair in zip(mine, others, strict=True):
         (alike if pair[0].dtype == pair[1].dtype else unlike).append(pair)
     for pairs in ([alike] if alike else []) + list(_blocks(unlike)):

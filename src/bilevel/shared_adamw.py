@@ -28,7 +28,7 @@ class SharedAdamW(torch.optim.Optimizer):
     AdamW. All copies together hold one tensor of the size of y less than with an AdamW each. It
     matters on the way, while gradients are larger than their noise: on a logistic regression the
     x direction after ten full-batch steps has a cosine of 0.73 with the gradient of F, and one of
-    0.32 with an AdamW each. With minibatches of ten samples there is no difference.
+    0.32 with an AdamW each. With minibatches of ten samples there is no gain.
 
     To be returned by ``lower_optimizer`` of F2SA, F2BA or F3SA, which tell each copy whom to
     follow; in other methods every copy is the first.
