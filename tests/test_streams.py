@@ -772,9 +772,7 @@ def test_data_of_several_kinds_come_together_and_go_on_where_they_were() -> None
     other.load_state_dict(one.state_dict())
     torch.testing.assert_close(other.peek()["made"][1], one.peek()["made"][1])
     for _ in range(4):
-        for (_, mine), (_, theirs) in zip(
-            one.next().values(), other.next().values(), strict=True
-        ):
+        for (_, mine), (_, theirs) in zip(one.next().values(), other.next().values(), strict=True):
             assert torch.equal(mine, theirs)
 
 
