@@ -31,7 +31,8 @@ class DataMixer:
     Each step is three forward and backward passes: two copies of the model are trained side by
     side, one on g and one on g + f / multiplier, and a source gains weight where the second, which
     has seen the target, does better than the first. Every step draws one batch of each source, so
-    even a source without weight is still looked at.
+    even a source without weight is still looked at. What the model can tell apart from its context
+    does no harm: the weights of such sources say little, and depend on when the run ends.
 
     Args:
         sources: two or more, by name; each an iterable of batches of tokens (a DataLoader, a list,
