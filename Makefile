@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types tests rates cleaning clean
+.PHONY: demo test lint types tests rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -28,6 +28,11 @@ rates: $(INSTALLED)
 # The figure and the table of hyper-cleaning in README.md; half an hour.
 cleaning: $(INSTALLED)
 	$(BIN)/bilevel reproduce cleaning --plot docs/cleaning.png --json docs/cleaning.json
+
+# The figure of data mixing in README.md.
+mixing: $(INSTALLED)
+	$(BIN)/bilevel mix --demo --out out/mixing --overwrite
+	cp out/mixing/weights.png docs/mixing.png
 
 $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -204,7 +204,7 @@ def mix(
             "--demo", help="Weigh Shakespeare as it is, with characters shuffled, and reversed."
         ),
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Of the weights and the model.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Of the weights and the model.")] = 400,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace results that are there already.")
     ] = False,

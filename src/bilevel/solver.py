@@ -160,7 +160,8 @@ class Solver:
             batch is None. A tensor, or a tuple or dict of tensors with one first dimension: rows
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
-            function: called with a ``torch.Generator``, it returns a batch.
+            function: called with a ``torch.Generator``, it returns a batch. Several of these at
+            once: see :class:`bilevel.streams.Together`.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.

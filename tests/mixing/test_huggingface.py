@@ -55,9 +55,8 @@ def test_it_finds_the_source_that_is_like_the_target(dropout: float, tmp_path: P
     again = gpt2()
     bilevel.Mixture.load(tmp_path / "mixed", model=again)
     tokens = torch.arange(6)[None]
-    found.model.eval()
-    again.eval()
-    assert torch.equal(again(tokens).logits, found.model(tokens).logits)
+    trained: Any = found.model
+    assert torch.equal(again.eval()(tokens).logits, trained.eval()(tokens).logits)
 
 
 def test_the_loss_is_the_models_own() -> None:

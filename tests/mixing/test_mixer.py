@@ -254,6 +254,11 @@ def test_a_callback_may_end_the_run() -> None:
     assert len(found.history["weight/up"]) == len(found.history["step"]) == 3
 
 
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"callback must be .* or a Logger, not 'runs'"):
+        mixer().fit(steps=1, callback="runs")
+
+
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     sources = {'up, "quoted"': UP, "döwn": DOWN}
     found = mixer(sources=sources).fit(steps=20)

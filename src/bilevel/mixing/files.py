@@ -118,7 +118,7 @@ def mix_files(
     sources: Mapping[str, Path],
     target: Path,
     *,
-    steps: int = 500,
+    steps: int = 400,
     seed: int = 0,
     tell: Report = lambda stage: None,
 ) -> Mixed:
@@ -140,7 +140,7 @@ def mix_texts(
     sources: Mapping[str, str],
     target: str,
     *,
-    steps: int = 500,
+    steps: int = 400,
     seed: int = 0,
     tell: Report = lambda stage: None,
 ) -> Mixed:
@@ -169,7 +169,10 @@ def mix_texts(
         # noise in f is not shared by the two copies of the model: twice the pieces for it
         Windows(characters.encode(target), count=8),
         module,
+        # found on Shakespeare: with a multiplier of 10, one seed of five stayed below 0.9
         model_lr=5e-3,
+        weight_lr=0.1,
+        multiplier=3.0,
         seed=seed,
     ).fit(steps, callback=told)
     tell("judging the model")
