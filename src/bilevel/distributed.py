@@ -165,15 +165,23 @@ class Team:
                     f"same arguments, or process_group=None where each is to run for itself"
                 )
 
-    def check_shares(self, lengths: Mapping[str, int | None]) -> None:
-        """Raise on every rank unless all have an even share of the data, as far as is known."""
+    def check_shares(self, lengths: Mapping[str, int | None], *, exact: bool) -> None:
+        """Raise on every rank unless all have an even share of the data, as far as is known.
+
+        That of the last may be a little less, unless shares have to be ``exact``.
+        """
         every = self.gathered(dict(lengths))
         for name in lengths:
             known = [length for length in (rank[name] for rank in every) if length is not None]
-            if known and max(known) - min(known) >= self.size:
+            if known and max(known) - min(known) >= (1 if exact else self.size):
+                why = (
+                    "the passes over all of it meet in the wrappers of modules"
+                    if exact
+                    else "each rank counts as much as any other"
+                )
                 raise DistributedError(
-                    f"the ranks have {known} samples of {name}, but each counts as much as any "
-                    f"other; give all of them the same data, or even shares of it, such as "
+                    f"the ranks have {known} samples of {name}, but {why}; give all of them the "
+                    f"same data, or even shares of it, such as "
                     f"data[bilevel.distributed.rows(len(data))]"
                 )
 
@@ -210,6 +218,17 @@ class Team:
             for tensor in (*ours, *variable.buffers):
                 if not is_sharded(tensor):
                     dist.broadcast(tensor.detach(), source, group=self.group)
+        # what is not moved is shared with the user, and so not written to
+        sums = [
+            [float(t.sum(dtype=torch.float64)), float(t.abs().sum(dtype=torch.float64))]
+            for t in variable.fixed
+            if t.is_floating_point() and not is_sharded(t)
+        ]
+        if any(others != sums for others in self.gathered(sums)):
+            raise DistributedError(
+                f"the parameters of {variable.name} that require no gradient differ between the "
+                f"ranks; load or initialise them alike on all"
+            )
 
 
 Differences: TypeAlias = Callable[[Any, Any, tuple[str, str]], list[str]]

@@ -43,7 +43,7 @@ from bilevel.problem import Problem
 from bilevel.randomness import PrivateRandomness
 from bilevel.shards import part_of
 from bilevel.streams import DirectionSize, Draw, NoData, stream_of
-from bilevel.variables import Variable, buffers_kept
+from bilevel.variables import Averaged, Variable, buffers_kept
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
 """What is raised by taking over a state of another structure."""
@@ -258,10 +258,12 @@ class Solver:
             x, y = self.team.together(prepared)
             self._problem = TeamProblem(problem, self.team)
             self.team.same(self._settings(), settings.differences)
-            self.team.check_shares(
-                {"upper_data": settings.length_of(upper_data)}
-                | {"lower_data": settings.length_of(lower_data)}
-            )
+            lengths = {
+                "upper_data": settings.length_of(upper_data),
+                "lower_data": settings.length_of(lower_data),
+            }
+            wrapped = any(kind is not Averaged.HERE for v in (x, y) for kind in v.averaged)
+            self.team.check_shares(lengths, exact=wrapped and direction_batch_size == "all")
             for variable in (x, y):
                 self.team.start_alike(variable)
             self.state = self.team.together(partial(begun, x, y))

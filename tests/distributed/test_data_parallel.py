@@ -346,3 +346,72 @@ def _messages(rank: int, method: str, measure: bool) -> int:
 def test_all_gradients_of_a_step_are_one_message(two: Ranks, method: str, inner: int) -> None:
     assert two.run(_messages, method, False) == [inner + 1] * 2
     assert two.run(_messages, method, True) == [inner + 2] * 2  # what is reported
+
+
+# A model as x: weights of samples from their features
+
+
+def _judged(x: Any, y: Any, batch: Any) -> torch.Tensor:
+    features, target, _ = batch
+    return (x(features)[:, 0].sigmoid() * (y(features)[:, 0] - target) ** 2).mean()
+
+
+def _judge(part: slice, x0: Any, y0: Any, method: Any) -> bilevel.Result:
+    data = tuple(tensor[part] for tensor in samples(1, torch.float64))
+    return bilevel.minimize(
+        bilevel.Problem(upper, _judged),
+        x0,
+        y0,
+        upper_data=data,
+        lower_data=data,
+        method=method,
+        steps=6,
+    )
+
+
+_JUDGES = {
+    "F2SA": METHODS["F2SA"],
+    "F2SA, one pass": bilevel.F2SA(
+        lower_lr=0.1,
+        inner_steps=3,
+        single_pass=True,
+        upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
+    ),
+    "F3SA": METHODS["F3SA"],
+}
+
+
+def _judges(rank: int, method: str) -> Any:
+    found = {}
+    for kind, other in (("DDP", "DDP"), ("FSDP2", "FSDP2"), ("plain module", "FSDP2")):
+        x0, y0 = START[kind](torch.float64), START[other](torch.float64)
+        result = _judge(slice(8 * rank, 8 * rank + 8), x0, y0, _JUDGES[method])
+        norms = torch.from_numpy(result.history["direction_norm"])
+        found[kind, other] = numbers(result.x), numbers(result.y), norms
+    return found
+
+
+@pytest.mark.parametrize("method", _JUDGES)
+def test_x_may_be_a_wrapped_module_too(two: Ranks, method: str) -> None:
+    start = network(torch.float64)
+    alone = _judge(slice(None), start, start, _JUDGES[method])
+    assert not torch.equal(numbers(alone.x)[0], numbers(start)[0])
+    for found in two.run(_judges, method):
+        for x, y, norms in found.values():
+            torch.testing.assert_close(x, numbers(alone.x), rtol=0, atol=1e-12)
+            torch.testing.assert_close(y, numbers(alone.y), rtol=0, atol=1e-12)
+            expected = torch.from_numpy(alone.history["direction_norm"])
+            torch.testing.assert_close(norms, expected, rtol=1e-9, atol=0)
+
+
+def _in_parts(rank: int, kind: str, method: str) -> Any:
+    part = slice(8 * rank, 8 * rank + 8)
+    return _rows(kind, part, METHODS[method], direction_batch_size="all", chunk_size=3).x
+
+
+@pytest.mark.parametrize("method", ["F2SA", "F3SA"])
+@pytest.mark.parametrize("kind", START)
+def test_a_direction_from_all_samples_in_parts(two: Ranks, kind: str, method: str) -> None:
+    alone = _rows(kind if kind == "plain tensors" else "plain module", slice(None), METHODS[method])
+    for x in two.run(_in_parts, kind, method):
+        torch.testing.assert_close(x, alone.x, rtol=0, atol=1e-11)

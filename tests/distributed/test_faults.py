@@ -34,12 +34,22 @@ def _differing(rank: int, name: str) -> tuple[str, str]:
         "optimizer": lambda: _minimize(
             method=bilevel.F2SA(0.1, upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.1 + rank))
         ),
+        "frozen": lambda: _minimize(y0=_half_frozen(rank)),
+        "sweeps": lambda: _minimize(
+            samples=16 - rank, y0=START["DDP"](DOUBLE), direction_batch_size="all", batch_size=4
+        ),
         "own mistake": lambda: _minimize(batch_size=4 - 4 * rank),
         "objective": lambda: _minimize(
             upper=lambda x, y, batch: y if rank else tasks.upper(x, y, batch)
         ),
     }
     return raised(calls[name])
+
+
+def _half_frozen(rank: int) -> nn.Module:
+    module = tasks.network(DOUBLE)
+    module.get_submodule("0").requires_grad_(False).get_parameter("bias").fill_(rank)
+    return module
 
 
 def _minimize(samples: int = SAMPLES, **options: Any) -> bilevel.Result:
@@ -65,6 +75,8 @@ def _minimize(samples: int = SAMPLES, **options: Any) -> bilevel.Result:
         ("seed", "seed is 0 on rank 0 and 1 on rank 1"),
         ("data", "[16, 8] samples of upper_data"),
         ("shape", "x is 'float64 [16]' on rank 0 and 'float64 [17]' on rank 1"),
+        ("frozen", "parameters of y that require no gradient differ"),
+        ("sweeps", "[16, 15] samples of upper_data"),
         ("optimizer", "lr is 0.1 on rank 0 and 1.1 on rank 1"),
     ],
 )

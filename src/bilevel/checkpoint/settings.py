@@ -129,7 +129,7 @@ def of_data(data: Any, *, length: bool = True) -> Any:
         }
     if length and isinstance(data, Sequence | Dataset) and isinstance(data, Sized):
         return f"{type(data).__qualname__} of {len(data)}"
-    return described(type(data) if isinstance(data, Sequence | Dataset) else data)
+    return described(data if length or not isinstance(data, Sequence | Dataset) else type(data))
 
 
 def length_of(data: Any) -> int | None:

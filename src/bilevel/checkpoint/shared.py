@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bilevel.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
@@ -123,12 +124,14 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
         else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in reader.tensors.items()
     }
-    alone: dict[str, Any] = {"no_dist": True} if team is None else {"process_group": team.group}
+    ranks_of: dict[str, Any] = {} if team is None else {"process_group": team.group}
+    if team is None and dist.is_available() and dist.is_initialized():
+        ranks_of = {"no_dist": True}
     try:
         with warnings.catch_warnings():
             # that it is not initialised is what was asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(tensors, storage_reader=reader, **alone)
+            load(tensors, storage_reader=reader, **ranks_of)
     except CheckpointException as error:
         raise CheckpointError(path, _reason(error)) from error
 
