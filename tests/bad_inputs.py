@@ -775,6 +775,7 @@ TABLE: dict[str, Entry] = {
             "batch_size": COUNT,
             "early_stopping": FLAG,
             "standardize": FLAG,
+            "checkpoint": NO_PATH,
             "random_state": all_of("a", 1.5, -1, ODD, error=ValueError, says="seed|Seed"),
         },
     ),

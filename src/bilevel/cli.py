@@ -107,6 +107,8 @@ def clean(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace results that are there already.")
     ] = False,
+    checkpoint: CheckpointFolder = None,
+    resume: Resume = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -119,7 +121,9 @@ def clean(
     """
     findings = _checked(_cleaning)
     _checked(folder.check, folder=out, overwrite=overwrite, inputs=[train, trusted])
-    choices = findings.ColumnChoices(text or (), category or (), ignore or ())
+    columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
+    choices = findings.ColumnChoices(**columns)
+    ledger = _ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)
     with _stages() as tell:
         found = _checked(
             findings.clean_files,
@@ -130,6 +134,7 @@ def clean(
             choices=choices,
             threshold=threshold,
             seed=seed,
+            checkpoint=ledger.inside("weights"),
             tell=tell,
         )
         tell("writing")

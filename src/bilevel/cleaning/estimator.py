@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from bilevel.checks import check_count, check_flag, checked_number
+from bilevel.checks import check_count, check_flag, checked_number, checked_path
 from bilevel.cleaning.learners import Learner, Module, SoftmaxRegression
 from bilevel.cleaning.recipe import Task, clean
 from bilevel.cleaning.rows import Scaler, linear
@@ -61,6 +62,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         standardize: whether features are centred, divided by their standard deviation and clipped
             at 4 of it. Sparse ones stay sparse: they are divided by their root mean square where
             they are not zero, unless all rows have the same length, as those of TF-IDF do.
+        checkpoint: a folder in which the search for weights is saved, so that fitting the same
+            samples again goes on from there and finds the same (needs a ``random_state``). None:
+            nothing is saved.
         random_state: a whole number, None or a NumPy ``RandomState``, as scikit-learn takes it.
 
     Attributes:
@@ -100,6 +104,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         patience: int = 4,
         batch_size: int = 250,
         standardize: bool = True,
+        checkpoint: str | os.PathLike[str] | None = None,
         random_state: Any = 0,
     ) -> None:
         self.model = model
@@ -110,6 +115,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.patience = patience
         self.batch_size = batch_size
         self.standardize = standardize
+        self.checkpoint = checkpoint
         self.random_state = random_state
 
     def fit(
@@ -129,6 +135,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             trusted: which rows of X have a right label: a mask, or their numbers.
         """
         self._check_arguments()
+        folder = None if self.checkpoint is None else checked_path("checkpoint", self.checkpoint)
         index = getattr(X, "index", None)
         X, y = self._validated(X, y, reset=True)
         named = (X_clean is not None) + (trusted is not None)
@@ -183,6 +190,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             patience=self.patience,
             batch_size=self.batch_size,
             seed=seed,
+            checkpoint=folder,
         )
         self._model = self._learner.finished(cleaned.model)
         self._sharpness = cleaned.sharpness

@@ -158,6 +158,7 @@ def clean_files(
     choices: ColumnChoices | None = None,
     threshold: float = 0.5,
     seed: int = 0,
+    checkpoint: Path | None = None,
     tell: Report = lambda stage: None,
 ) -> Findings:
     """Read both sets of samples and judge the labels of the first.
@@ -169,6 +170,7 @@ def clean_files(
         choices: the kinds of columns.
         threshold: of the quality below which a label is suspect.
         seed: of everything random.
+        checkpoint: a folder, as :class:`~bilevel.LabelCleaner` takes it.
         tell: is told what is done next.
     """
     choices = choices or ColumnChoices()
@@ -177,7 +179,15 @@ def clean_files(
     encoder = encoding.fit(samples, choices)
     # the same columns are text there, whatever they look like
     right = read(trusted, label=label, text=encoder.text)
-    return clean(samples, right, encoder, threshold=threshold, seed=seed, tell=tell)
+    return clean(
+        samples,
+        right,
+        encoder,
+        threshold=threshold,
+        seed=seed,
+        checkpoint=checkpoint,
+        tell=tell,
+    )
 
 
 def clean(
@@ -188,6 +198,7 @@ def clean(
     threshold: float = 0.5,
     seed: int = 0,
     max_steps: int = 40,
+    checkpoint: Path | None = None,
     tell: Report = lambda stage: None,
 ) -> Findings:
     """Judge the labels of samples with the help of trusted ones."""
@@ -197,7 +208,7 @@ def clean(
     tell("making features")
     X, X_clean = encoder.encode(samples), encoder.encode(trusted)
     tell("judging labels")
-    cleaner = LabelCleaner(random_state=seed, max_steps=max_steps)
+    cleaner = LabelCleaner(random_state=seed, max_steps=max_steps, checkpoint=checkpoint)
     cleaner.fit(X, y, X_clean=X_clean, y_clean=right)
     issues = cleaner.label_issues()
     classes = sorted(cleaner.classes_.tolist(), key=_as_counted)

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch.nn.functional import cross_entropy
 import bilevel
 from bilevel.cleaning import noise
 from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, Learner
+from bilevel.cleaning.progress import Progress
 from bilevel.cleaning.rows import Rows
 
 History: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -94,14 +96,21 @@ class Cleaned:
 
 
 def clean(
-    learner: Learner, task: Task, *, max_steps: int, patience: int, batch_size: int, seed: int
+    learner: Learner,
+    task: Task,
+    *,
+    max_steps: int,
+    patience: int,
+    batch_size: int,
+    seed: int,
+    checkpoint: Path | None = None,
 ) -> Cleaned:
-    """All four steps."""
+    """All four steps; the first is saved in the folder ``checkpoint``, and goes on from there."""
     labels, held = task.labels, task.held_samples
     weights = torch.zeros(len(labels))
     weights[task.train] = 1.0
     start = learner.lower_start(task.rows, labels, weights, held)
-    found = _learn_weights(learner, task, start, max_steps, patience, batch_size, seed)
+    found = _learn_weights(learner, task, start, max_steps, patience, batch_size, seed, checkpoint)
     logits = learner.predict(found.model, task.rows.part(task.train))
     probabilities = (_calibrated(learner, found.model, task) * logits).softmax(1)
     q, _ = noise.judge(probabilities, labels[task.train], task.verified)
@@ -177,6 +186,7 @@ def _learn_weights(
     patience: int,
     batch_size: int,
     seed: int,
+    checkpoint: Path | None,
 ) -> _Weights:
     rows, labels, train = task.rows, task.labels, task.train
     held = task.held_samples
@@ -207,29 +217,48 @@ def _learn_weights(
         loss = float("nan")
         if held is not None:
             loss = float(cross_entropy(learner.predict(y, held[0]), held[1]))
+        del losses[solver.k - 1 :]  # of steps that are taken again after a checkpoint
         losses.append(loss)
-        if held is None or loss < best.loss:
+        better = held is None or loss < best.loss
+        if better:
             best.weights, best.model, best.loss, best.selected_step = solver.x, y, loss, solver.k
-        return held is not None and solver.k - best.selected_step >= patience
+        stop = held is not None and solver.k - best.selected_step >= patience
+        if progress is not None:
+            progress.save(solver if better else None, losses, stop)
+        return stop
 
-    result = bilevel.minimize(
-        bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
-        ones,
-        start,
-        method=learner.method(len(train)),
-        steps=max_steps if held is not None else min(max_steps, STEPS_UNWATCHED),
+    options: dict[str, Any] = {
+        "problem": bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
+        "x0": ones,
+        "y0": start,
+        "method": learner.method(len(train)),
         # repeated, so that a minibatch of either level has as many samples
-        upper_data=task.trusted.repeat(-(-batch_size // len(task.trusted))),
-        lower_data=torch.arange(len(train)),
-        batch_size=batch_size,
-        direction_batch_size="all",
-        chunk_size=max(rows.chunk, batch_size),
-        seed=seed,
+        "upper_data": task.trusted.repeat(-(-batch_size // len(task.trusted))),
+        "lower_data": torch.arange(len(train)),
+        "batch_size": batch_size,
+        "direction_batch_size": "all",
+        "chunk_size": max(rows.chunk, batch_size),
+        "seed": seed,
+    }
+    steps = max_steps if held is not None else min(max_steps, STEPS_UNWATCHED)
+    progress = None if checkpoint is None else Progress(checkpoint)
+    if progress is not None:
+        solver = progress.best(options)
+        losses += progress.losses
+        if solver is not None:
+            best.weights, best.model, best.selected_step = solver.x, solver.y, solver.k
+            best.loss = losses[solver.k - 1] if solver.k <= len(losses) else float("inf")
+        if progress.stopped:
+            steps = len(losses)
+    result = bilevel.minimize(
+        **options,
+        steps=steps,
         callback=watch,
         process_group=None,  # who cleans on one of many ranks need not ask the others
+        checkpoint=None if progress is None else progress.run,
     )
     best.steps = result.steps
-    best.history = {**result.history, "held_back": np.array(losses)}
+    best.history = {**result.history, "held_back": np.array(losses[: result.steps])}
     return best
 
 

@@ -74,6 +74,10 @@ class Ledger:
         else:
             _write(known, dict(options))
 
+    def inside(self, name: str) -> Path | None:
+        """A folder for what a part saves on its way; None: nothing is kept."""
+        return None if self._folder is None else self._folder / name
+
     def has(self, name: str) -> bool:
         """Whether that part is there."""
         return self._folder is not None and self._file(name).exists()
