@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.randomness import Rewind
-from bilevel.rows import added
+from bilevel.rows import added, reduced
 from bilevel.sets import Projection, projections
 from bilevel.shards import is_sharded
 from bilevel.streams import Sample
@@ -148,20 +148,19 @@ class Problem:
     def check(self, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any) -> None:
         """Evaluate the objectives and raise unless they are scalar functions of x and y."""
         with torch.enable_grad(), buffers_kept(x, y):
+            levels = (("upper", self.f, upper_batch), ("lower", self.g, lower_batch))
             with held(x):
-                for name, value in (
-                    ("upper", self.f(x, y, upper_batch)),
-                    ("lower", self.g(x, y, lower_batch)),
-                ):
+                for name, objective, batch in levels:  # one graph at a time: they may be large
+                    value = objective(x, y, batch)
                     if not _depends(value, y):
                         raise ObjectiveError(
                             f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
                             f"depend on y through differentiable operations; check for detach(), "
                             f"item(), no_grad() or an unused y"
                         )
+                    del value
             with held(y):
-                values = self.f(x, y, upper_batch), self.g(x, y, lower_batch)
-                if not any(_depends(value, x) for value in values):
+                if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
                     raise ObjectiveError(
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                         "differentiable operations, so there is nothing to optimize"
@@ -388,7 +387,7 @@ def accumulate(
         kept_as: how the gradient of a point's first term is kept while the next is differentiated.
     """
     terms: dict[str, Tensor] = {}
-    leaves = _leaves(x, points)
+    inputs = {id(point): _leaves(x, [point]) for point in points}
     kept: list[Tensor] | None = None
     for term, value in _terms(problem, stencil, x, points, samples, None):
         watch.scalar(value, {term.name(x): value})
@@ -397,7 +396,7 @@ def accumulate(
         if value.requires_grad:
             weight = term.weight if term.level == "upper" else multiplier * term.weight
             scaled = weight * value
-            differentiate(scaled, leaves, _wrappers(x, points))
+            differentiate(scaled, inputs[id(term.y)], _wrappers(x, [term.y]))
         del value, scaled  # the last that holds on to the activations
         point = term.y
         if not term.last:
@@ -414,11 +413,11 @@ def accumulate(
 
 
 def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
-    """The gradients, taken off the leaves, dense ones in the given type; None: there are none."""
+    """The gradients, taken off the leaves, large ones in the given type; None: there are none."""
     if not any(leaf.requires_grad for leaf in point.leaves):
         return None
     grads = point.take_grads()
-    return grads if dtype is None else [g if g.is_sparse else g.to(dtype) for g in grads]
+    return grads if dtype is None else reduced(grads, dtype)
 
 
 def _terms(

@@ -7,7 +7,7 @@ done with it here costs those rows and never the whole tensor, unless a dense gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -79,13 +79,61 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def converted(gradients: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Copies of dense gradients, in another type if one is given."""
+    there = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+    if there:  # few launches for many tensors
+        torch._foreach_copy_(entries(there), entries(gradients))
+    return there
+
+
+def reduced(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """A copy of the gradients with the large ones in another type, to save memory."""
+    large = [g for g in gradients if not g.is_sparse and g.numel() >= LARGE]
+    small = [g for g in gradients if not g.is_sparse and g.numel() < LARGE]
+    copies = iter(converted(small, None))
+    there = iter(converted(large, dtype))
+    return [
+        g if g.is_sparse else next(copies) if g.numel() < LARGE else next(there) for g in gradients
+    ]
+
+
 def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
     """``mine + alpha * others``, one by one; in place where all are dense."""
     mine, others = list(mine), list(others)
-    if not any(t.is_sparse for t in (*mine, *others)):
-        torch._foreach_add_(entries(mine), entries(others), alpha=alpha)
-        return mine
-    return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+    if any(t.is_sparse for t in (*mine, *others)):
+        return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+    # of mixed types torch would add one tensor after another
+    alike: list[tuple[Tensor, Tensor]] = []
+    unlike: list[tuple[Tensor, Tensor]] = []
+    for pair in zip(entries(mine), entries(others), strict=True):
+        (alike if pair[0].dtype == pair[1].dtype else unlike).append(pair)
+    for pairs in ([alike] if alike else []) + list(_blocks(unlike)):
+        ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
+        if pairs is not alike:
+            theirs = converted(theirs, ours[0].dtype)
+        torch._foreach_add_(ours, theirs, alpha=alpha)
+    return mine
+
+
+LARGE = 1 << 16
+"""Entries of a gradient that are worth being kept in another type."""
+
+_BLOCK = 1 << 25  # entries that are converted at a time
+
+
+def _blocks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Neighbours whose first tensors have one type, and hold not much more than a block."""
+    block: list[tuple[Tensor, Tensor]] = []
+    held = 0
+    for pair in pairs:
+        if block and (held >= _BLOCK or pair[0].dtype != block[0][0].dtype):
+            yield block
+            block, held = [], 0
+        block.append(pair)
+        held += pair[0].numel()
+    if block:
+        yield block
 
 
 class Total:

@@ -16,4 +16,10 @@ def test_a_language_models_step_beside_a_plain_one() -> None:
     assert rows[0].ratio == 1
     assert len({row.parameters for row in rows}) == 1
     assert all(row.milliseconds > 0 and math.isnan(row.gigabytes) for row in rows)
-    assert lm.table(rows).row_count == 4
+    assert lm.table(rows).row_count == 5
+
+
+def test_the_largest_model_is_the_last_that_fits() -> None:
+    memory = {"GPT-2": 9.0, "GPT-2 Medium": 20.4, "GPT-2 Large": None, "GPT-2 XL": None}
+    row = lm.Row("SOBO", 1, 1.0, 1.0, 1.0, 1.0, memory)
+    assert row.largest == "GPT-2 Medium (20 GiB)"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
+from bilevel import rows
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Constant, Power
@@ -243,7 +244,8 @@ class _Rounded(torch.autograd.Function):
         return grads[0].bfloat16().to(grads[0].dtype)
 
 
-def test_the_gradient_of_f_is_kept_in_the_given_type() -> None:
+def test_the_gradient_of_f_is_kept_in_the_given_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LARGE", 1)
     base = Quadratic(seed=0)
     rounded: Any = _Rounded.apply
     by_hand = bilevel.Problem(lambda x, y, b: base.upper(x, rounded(y), b), base.lower)

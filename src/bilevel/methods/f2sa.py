@@ -125,7 +125,9 @@ class F2SA(PaperMethod[F2SAState]):
         accumulate: differentiate the terms of Phi one after another, so that the activations of
             only one of them are alive, and where f is not evaluated between the copies, one
             gradient: for large models. A dtype such as ``torch.bfloat16``: and keep the gradient
-            of f in it while that of g is computed. False: all at once, in one backward pass.
+            of f in it, where that is large, while that of g is computed (objectives compiled
+            with ``mode="reduce-overhead"`` write over what is not copied, and need a dtype, if
+            only ``torch.float32``). False: all at once, in one backward pass.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
         upper_optimizer: the same for x; replaces upper_lr.
