@@ -108,13 +108,13 @@ def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) 
     # of mixed types torch would add one tensor after another
     alike: list[tuple[Tensor, Tensor]] = []
     unlike: list[tuple[Tensor, Tensor]] = []
-    for pair in zip(mine, others, strict=True):
+    for pair in zip(entries(mine), entries(others), strict=True):
         (alike if pair[0].dtype == pair[1].dtype else unlike).append(pair)
     for pairs in ([alike] if alike else []) + list(_blocks(unlike)):
         ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
         if pairs is not alike:
-            theirs = converted(entries(theirs), ours[0].dtype)
-        torch._foreach_add_(entries(ours), entries(theirs), alpha=alpha)
+            theirs = converted(theirs, ours[0].dtype)
+        torch._foreach_add_(ours, theirs, alpha=alpha)
     return mine
 
 
