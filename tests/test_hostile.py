@@ -50,8 +50,8 @@ def upper(x: Any, y: Any, batch: Any) -> Tensor:
 
 
 def lower(x: Any, y: Any, batch: Any) -> Tensor:
-    far = [((leaf.double() - 1e-3 * total(x)) ** 2).sum() for leaf in leaves(y)]
-    return 0.5 * torch.stack(far).sum()
+    centre = 1e-3 * total(x)
+    return 0.5 * torch.stack([((leaf.double() - centre) ** 2).sum() for leaf in leaves(y)]).sum()
 
 
 PROBLEM = bilevel.Problem(upper, lower)

@@ -140,14 +140,12 @@ def table(rows: Sequence[Row]) -> Shown:
         "memory, tensors and history after many steps",
         rows,
         {
-            "steps are": lambda row: row.kind,
+            "kind": lambda row: row.kind,
             "steps": lambda row: row.steps,
-            "seconds": lambda row: row.seconds,
+            "seconds": lambda row: round(row.seconds),
             "kB at 1%": lambda row: "?" if row.start_kb is None else row.start_kb,
-            "kB at the end": lambda row: "?" if row.end_kb is None else row.end_kb,
-            "tensors at 1%": lambda row: row.start_tensors,
-            "at the end": lambda row: row.end_tensors,
+            "at the end": lambda row: "?" if row.end_kb is None else row.end_kb,
+            "tensors": lambda row: f"{row.start_tensors}, {row.end_tensors}",
             "drift": lambda row: row.drift,
-            "distance left": lambda row: row.distance,
         },
     )
