@@ -347,7 +347,8 @@ def reproduce_cleaning(
             on_run=lambda run: tell(str(run)),
             ledger=ledger,
         )
-    console.print(experiment.table(reproduction))
+    for table in experiment.tables(reproduction):
+        console.print(table)
     for line in experiment.leads(reproduction):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(str(machine), highlight=False, soft_wrap=True)

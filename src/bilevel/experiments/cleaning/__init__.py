@@ -14,7 +14,7 @@ evaluation, loading and the making of the solver are not on the clock. No method
 - ``contenders``: who takes part, what a step of each costs, and what is tried for it.
 - ``settings``: of every contender; ``settings.json`` are those that ``tuning`` found.
 - ``runs``: one run;  ``reproduction``: all of them, and what they come to.
-- ``shown``: the table and the figure.
+- ``shown``: the tables and the figure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from bilevel.experiments.cleaning.reproduction import PLACES, Reproduction, reproduce
 from bilevel.experiments.cleaning.runs import Run
 from bilevel.experiments.cleaning.settings import Tuned
-from bilevel.experiments.cleaning.shown import leads, plot, table
+from bilevel.experiments.cleaning.shown import leads, plot, tables
 from bilevel.experiments.cleaning.tuning import tune
 
-__all__ = ["PLACES", "Reproduction", "Run", "Tuned", "leads", "plot", "reproduce", "table", "tune"]
+__all__ = ["PLACES", "Reproduction", "Run", "Tuned", "leads", "plot", "reproduce", "tables", "tune"]

@@ -1,15 +1,15 @@
-"""The table and the figure."""
+"""The tables and the figure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
-from bilevel.benchmarks import report
 from bilevel.experiments.cleaning.contenders import CONTENDERS
 from bilevel.experiments.cleaning.reproduction import Reproduction, Spread, Summary
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
@@ -29,35 +29,36 @@ _STYLES = {
 }
 
 
-def table(reproduction: Reproduction) -> Table:
-    """Means over seeds, with deviations."""
-    seconds: dict[str, Callable[[Summary], Spread | None]] = {
-        f"s to {target:.0%}": lambda row, p=place: row.seconds[p]  # type: ignore[misc]
-        for place, target in enumerate(TARGETS)
-    }
-    columns: dict[str, Callable[[Summary], str]] = {
-        "p": lambda row: str(row.corruption),
-        "batch": lambda row: str(row.batch),
-        "method": lambda row: LABELS[row.contender],
-        "F": lambda row: _stated(row.value, ".4f"),
-        "gap": lambda row: _stated(row.gap, ".1%"),
-        "accuracy": lambda row: _stated(row.accuracy, ".1%"),
-        "AUC": lambda row: _stated(row.auc, ".3f"),
-        **{
-            heading: lambda row, r=read: _stated(r(row), ".2f")  # type: ignore[misc]
-            for heading, read in seconds.items()
-        },
-    }
-    shown = report.table(
-        "F at the exact lower solution, mean ± deviation over seeds",
-        reproduction.summaries,
-        columns,
+def tables(reproduction: Reproduction) -> list[Table]:
+    """Means over seeds, with deviations below them, one table for each place."""
+    places = itertools.product(CORRUPTIONS, BATCHES)
+    return [_table(reproduction, corruption, batch) for corruption, batch in places]
+
+
+def _table(reproduction: Reproduction, corruption: float, batch: int) -> Table:
+    shown = Table(
+        title=f"{corruption:.0%} wrong labels, batch {batch}: mean ± deviation over seeds",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
     )
-    for corruption, point in reproduction.without.items():
-        shown.add_row(
-            *(str(corruption), "-", NO_BILEVEL, f"{point.value:.4f}", f"{point.gap:.1%}"),
-            *(f"{point.accuracy:.1%}", *["-"] * (1 + len(TARGETS))),
-        )
+    shown.add_column("method", min_width=17, max_width=17)
+    for heading in ("F", "gap", "test", "AUC", *(f"{target:.0%}, s" for target in TARGETS)):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in reproduction.summaries:
+        if (row.corruption, row.batch) == (corruption, batch):
+            shown.add_row(
+                LABELS[row.contender],
+                _stated(row.value, ".4f"),
+                _stated(row.gap, ".1%"),
+                _stated(row.accuracy, ".1%"),
+                _stated(row.auc, ".3f"),
+                *(_stated(seconds, ".2f") for seconds in row.seconds),
+            )
+    point = reproduction.without[corruption]
+    shown.add_row(
+        *(NO_BILEVEL, f"{point.value:.4f}", f"{point.gap:.1%}", f"{point.accuracy:.1%}"),
+        *["-"] * (1 + len(TARGETS)),
+    )
     return shown
 
 
@@ -148,4 +149,4 @@ def _stated(spread: Spread | None, form: str) -> str:
     if spread is None:
         return "-"
     deviation = f"{spread.deviation:{form}}".removesuffix("%")
-    return f"{spread.mean:{form}} ± {deviation}" if np.isfinite(spread.mean) else "inf"
+    return f"{spread.mean:{form}}\n±{deviation}" if np.isfinite(spread.mean) else "inf"
