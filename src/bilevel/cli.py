@@ -213,6 +213,8 @@ def mix(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace results that are there already.")
     ] = False,
+    checkpoint: CheckpointFolder = None,
+    resume: Resume = False,
     seed: Seed = 0,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
@@ -244,8 +246,9 @@ def mix(
         _checked(folder.check, folder=out, overwrite=overwrite, inputs=inputs)
         work, options = files.mix_files, {**options, "sources": paths, "target": target}
     _check_folders(json_file)
+    ledger = _ledger("mix", checkpoint, resume, seed=seed, sources=list(options["sources"]))
     with _stages() as tell:
-        found = _checked(work, tell=tell, **options)
+        found = _checked(work, tell=tell, checkpoint=ledger.inside("run"), **options)
         tell("writing")
         _checked(found.write, folder=out, overwrite=overwrite)
     _tell_found(found, f"Written to {out}: {', '.join(found.to_json()['files'])}")

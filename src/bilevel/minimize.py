@@ -125,7 +125,7 @@ def minimize(
         steps: K, how many outer steps to take.
         progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
         callback: called as ``callback(solver, info)`` at every recorded step; returning True ends
-            the run.
+            the run. One with ``state_dict`` and ``load_state_dict`` is saved in checkpoints too.
         record_every: record every that many steps, and the last.
         select: which iterate to return. "last"; "best": with the lowest recorded f (on
             minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
@@ -206,6 +206,8 @@ def minimize(
                 "clock": clock,
                 "guard": guard,
             }
+            if isinstance(callback, Stateful):
+                parts["callback"] = callback
             keeper = _Keeper(Folder(choices, team=team), solver, parts)
             made = {"record_every": int(record_every), "select": select}
             keeper.begin(steps, made | {"on_divergence": on_divergence})

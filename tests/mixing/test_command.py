@@ -184,3 +184,17 @@ def test_a_character_that_the_model_does_not_know_is_named(tmp_path: Path) -> No
     mix_texts(*spoiled(TEXT), steps=1).write(tmp_path / "mixed")
     with pytest.raises(ArgumentError, match="text has the character 'z'"):
         load_model(tmp_path / "mixed").loss("abz")
+
+
+def test_a_run_goes_on_from_its_checkpoint(texts: dict[str, Path], tmp_path: Path) -> None:
+    kept = ("--checkpoint", str(tmp_path / "kept"))
+    run(texts, tmp_path / "short", "--steps", "3", *kept)
+    refused = run(texts, tmp_path / "again", "--steps", "6", *kept, code=1)
+    assert "--resume" in refused
+    run(texts, tmp_path / "long", "--steps", "6", *kept, "--resume")
+    run(texts, tmp_path / "whole", "--steps", "6")
+    weights = [
+        json.loads((tmp_path / out / "weights.json").read_text())["weights"]
+        for out in ("long", "whole")
+    ]
+    assert weights[0] == weights[1]

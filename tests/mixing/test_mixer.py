@@ -254,6 +254,23 @@ def test_a_callback_may_end_the_run() -> None:
     assert len(found.history["weight/up"]) == len(found.history["step"]) == 3
 
 
+def test_a_run_that_was_stopped_goes_on_with_its_weights(tmp_path: Path) -> None:
+    model = Bigrams()
+    whole = mixer(model).fit(steps=30, record_every=4)
+    stopped = mixer(model).fit(
+        steps=30,
+        record_every=4,
+        callback=lambda solver, info: info.step == 12,
+        checkpoint=tmp_path / "run",
+    )
+    assert stopped.steps == 13
+    resumed = mixer(model).fit(steps=30, record_every=4, checkpoint=tmp_path / "run")
+    assert resumed.weights == whole.weights
+    assert resumed.history["step"].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 29]
+    for name in resumed.history.keys() - {"seconds"}:
+        assert (resumed.history[name] == whole.history[name]).all(), name
+
+
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match=r"callback must be .* or a Logger, not 'runs'"):
         mixer().fit(steps=1, callback="runs")

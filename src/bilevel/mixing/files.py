@@ -120,6 +120,7 @@ def mix_files(
     *,
     steps: int = 400,
     seed: int = 0,
+    checkpoint: Path | None = None,
     tell: Report = lambda stage: None,
 ) -> Mixed:
     """Read the sources and the target, and weigh the former for the latter.
@@ -129,11 +130,13 @@ def mix_files(
         target: the same, of the text that is wanted.
         steps: of the weights and the model.
         seed: of everything random.
+        checkpoint: a folder in which the run is saved, and from which it goes on.
         tell: is told what is done next.
     """
     tell("reading")
     texts = {name: read_text(path) for name, path in sources.items()}
-    return mix_texts(texts, read_text(target), steps=steps, seed=seed, tell=tell)
+    options: dict[str, Any] = {"steps": steps, "seed": seed, "checkpoint": checkpoint}
+    return mix_texts(texts, read_text(target), tell=tell, **options)
 
 
 def mix_texts(
@@ -142,6 +145,7 @@ def mix_texts(
     *,
     steps: int = 400,
     seed: int = 0,
+    checkpoint: Path | None = None,
     tell: Report = lambda stage: None,
 ) -> Mixed:
     """Weigh texts for another, by a small model of characters."""
@@ -174,7 +178,7 @@ def mix_texts(
         weight_lr=0.1,
         multiplier=3.0,
         seed=seed,
-    ).fit(steps, callback=told)
+    ).fit(steps, callback=told, checkpoint=checkpoint)
     tell("judging the model")
     assert isinstance(mixture.model, Transformer)
     model = CharacterModel(mixture.model.eval(), characters)

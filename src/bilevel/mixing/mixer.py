@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel.checkpoint.folder import CheckpointLike
 from bilevel.checks import check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.loggers import Logger
@@ -109,12 +110,13 @@ class DataMixer:
         callback: Callback | None = None,
         progress: bool = False,
         record_every: int = 10,
+        checkpoint: CheckpointLike | None = None,
     ) -> Mixture:
         """Learn the weights.
 
         Args:
             steps: of the weights and the model.
-            callback, progress: as :func:`bilevel.minimize` takes them; a
+            callback, progress, checkpoint: as :func:`bilevel.minimize` takes them; a
                 :class:`bilevel.loggers.Logger` is also told the weights.
             record_every: record every that many steps, and the last; this costs one evaluation of
                 f each time.
@@ -124,14 +126,7 @@ class DataMixer:
                 f"callback must be a function of (solver, info) or a Logger, not {callback!r}"
             )
         device = next(self.model.parameters()).device
-        rows: list[Tensor] = []
-
-        def told(solver: Solver, info: Info) -> bool | None:
-            rows.append(solver.x.softmax(0).double().cpu())
-            if isinstance(callback, Logger):
-                weights = zip(self.sources, rows[-1].tolist(), strict=True)
-                callback.log(info.step, {named(source): weight for source, weight in weights})
-            return None if callback is None else callback(solver, info)
+        course = _Course(list(self.sources), callback)
 
         def prepared(name: str, batch: Any) -> Tokens:
             return tokens_of(name, batch, device)
@@ -146,10 +141,11 @@ class DataMixer:
             lower_data=Together(self.sources, lambda name: f"sources[{name!r}]", prepared),
             seed=self.seed,
             progress=progress,
-            callback=told,
+            callback=course,
             record_every=record_every,
+            checkpoint=checkpoint,
         )
-        over_time = torch.stack(rows) if rows else torch.empty(0, len(self.sources))
+        over_time = course.at(result.history["step"].tolist())
         weights = result.x.softmax(0).double().tolist()
         return Mixture(
             weights=dict(zip(self.sources, weights, strict=True)),
@@ -161,6 +157,38 @@ class DataMixer:
             steps=result.steps,
             seconds=result.seconds,
         )
+
+
+class _Course:
+    """A callback that keeps the weights of every recorded step, and tells them to another.
+
+    A step that is taken again, after a checkpoint or going back, is kept once.
+    """
+
+    def __init__(self, sources: list[str], callback: Callback | None) -> None:
+        self._sources = sources
+        self._callback = callback
+        self._weights: dict[int, Tensor] = {}
+
+    def __call__(self, solver: Solver, info: Info) -> bool | None:
+        now = self._weights[info.step] = solver.x.softmax(0).double().cpu()
+        if isinstance(self._callback, Logger):
+            weights = zip(self._sources, now.tolist(), strict=True)
+            self._callback.log(info.step, {named(source): weight for source, weight in weights})
+        return None if self._callback is None else self._callback(solver, info)
+
+    def at(self, steps: list[int]) -> Tensor:
+        """The weights at those steps, one row for each."""
+        empty = torch.empty(0, len(self._sources), dtype=torch.float64)
+        return torch.stack([self._weights[step] for step in steps]) if steps else empty
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = list(self._weights)
+        return {"steps": torch.tensor(steps), "weights": self.at(steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        steps, weights = state["steps"].tolist(), state["weights"]
+        self._weights = dict(zip(steps, weights, strict=True))
 
 
 def _adamw(
