@@ -107,7 +107,7 @@ def fit(samples: Samples, choices: ColumnChoices | None = None) -> Encoder:
     choices = choices or ColumnChoices()
     if isinstance(samples, TableSamples):
         return TableEncoder.fitted(samples, choices)
-    if choices != ColumnChoices():
+    if choices.text or choices.category or choices.ignore:
         raise InputError(f"{samples.name} has no columns to choose from; it is not a table")
     if isinstance(samples, ArraySamples):
         return ArrayEncoder(samples.features.shape[1:])
