@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types tests rates cleaning mixing clean
+.PHONY: demo test lint types tests recipes rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -20,6 +20,11 @@ types: $(INSTALLED)
 
 tests: $(INSTALLED)
 	$(BIN)/pytest -n 2
+
+# The recipes for Accelerate, transformers and Lightning; these are large, and not part of the tests.
+recipes: $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-recipes.txt
+	$(BIN)/pytest -n 2 tests/examples tests/mixing/test_huggingface.py
 
 # The figure and the table of the rates in README.md.
 rates: $(INSTALLED)

@@ -104,7 +104,7 @@ class WandB(Logger):
     """Hands everything to a run of Weights & Biases, which stays the caller's to finish.
 
     Args:
-        run: what ``wandb.init(...)`` returns (``pip install 'bilevel[wandb]'``).
+        run: what ``wandb.init(...)`` returns (``pip install wandb``).
         prefix: of every name, such as ``"ridge/"``.
 
     Example:
