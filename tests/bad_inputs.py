@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,8 @@ def broken_files() -> list[Refused]:
     )
 
 
+NO_TEXTS = (b"", b"\0", b"PK\3\4", b"hello", gzip.compress(b""), gzip.compress(b"hello")[:-4])
+
 FILE = NO_PATH + all_of(None, error=ArgumentTypeError) + all_of(
     "", "nowhere.gz", "/nowhere/at/all", error=(MissingDataError, CorruptDataError)
 )  # fmt: skip
@@ -271,6 +274,12 @@ def minimize(**options: Any) -> bilevel.Result:
 def many(**options: Any) -> bilevel.Results:
     q = quadratic()
     return bilevel.minimize_many(**{"problem": q, "x0": q.x0, "y0": q.y0, "steps": 1} | options)
+
+
+def mixer(**options: Any) -> bilevel.DataMixer:
+    batches = [torch.zeros(1, 2, dtype=torch.int64)]
+    good = {"sources": {"a": batches, "b": batches}, "target": batches}
+    return bilevel.DataMixer(**{**good, "model": torch.nn.Embedding(2, 2), **options})
 
 
 def results(name: Any) -> Any:
@@ -738,6 +747,17 @@ TABLE: dict[str, Entry] = {
     "data.mnist": Entry(data.mnist, {"data_dir": DATA_DIR}),
     "data.covertype": Entry(data.covertype, {"data_dir": DATA_DIR}),
     "data.newsgroups": Entry(data.newsgroups, {"data_dir": DATA_DIR}),
+    "data.shakespeare": Entry(data.shakespeare, {"data_dir": DATA_DIR}),
+    "data.read_shakespeare": Entry(
+        data.read_shakespeare,
+        {
+            "path": FILE
+            + all_of(
+                *(written(f"broken-{i}.gz", c) for i, c in enumerate(NO_TEXTS)),
+                error=CorruptDataError, says="broken-",
+            )
+        },
+    ),
     "data.read_idx": Entry(data.read_idx, {"path": FILE + broken_files()}),
     "data.read_covertype": Entry(data.read_covertype, {"path": FILE + broken_files()}),
     "data.read_newsgroups": Entry(data.read_newsgroups, {"path": FILE + broken_files()}),
@@ -763,6 +783,75 @@ TABLE: dict[str, Entry] = {
         },
     ),
     "data.DataSet.paths": Entry(data.MNIST.paths, {"data_dir": DATA_DIR}),
+    # large models
+    "LossScale": Entry(
+        bilevel.LossScale,
+        {
+            "init_scale": POSITIVE,
+            "growth_factor": POSITIVE + all_of(1.0),
+            "backoff_factor": POSITIVE + all_of(1.0, 2.0),
+            "growth_interval": COUNT,
+        },
+    ),
+    "SharedAdamW": Entry(
+        lambda **options: bilevel.SharedAdamW([torch.ones(2, requires_grad=True)], **options),
+        {
+            "lr": AT_LEAST_0,
+            "betas": all_of(None, 0.9, "ab", (), (0.9,), (0.9, 0.9, 0.9), ODD, {},
+                            error=ArgumentTypeError)
+            + all_of((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9))
+            + all_of((None, 0.9), (0.9, "a"), error=ArgumentTypeError),
+            "eps": POSITIVE,
+            "weight_decay": AT_LEAST_0,
+        },
+    ),
+    "distributed.rows": Entry(
+        lambda **options: bilevel.distributed.rows(**{"count": 4} | options),
+        {
+            "count": COUNT,
+            "process_group": all_of(
+                "", "world", 0, 3, True, [], {}, ODD, len, b"default", 1.5, error=ArgumentTypeError
+            ),
+        },
+    ),
+    "loggers.TensorBoard": Entry(
+        lambda **options: bilevel.loggers.TensorBoard(**{"folder": str(folder())} | options),
+        {
+            "folder": NO_PATH + all_of(None, error=ArgumentTypeError),
+            "prefix": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError),
+        },
+    ),
+    "loggers.WandB": Entry(
+        lambda **options: bilevel.loggers.WandB(**{"run": SimpleNamespace(log=print)} | options),
+        {
+            "run": NO_NUMBER[:-2] + all_of(3, math.pi, SimpleNamespace(log=3), error=ArgumentTypeError),
+            "prefix": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError),
+        },
+    ),
+    "DataMixer": Entry(
+        mixer,
+        {
+            "sources": all_of(None, 3, "a", [], (1, 2), ODD, {1: [], 2: []},
+                              {"a": None, "b": [1]}, error=ArgumentTypeError)
+            + all_of({}, {"a": [torch.zeros(1, 2)]}),
+            "target": all_of(None, error=ArgumentTypeError),
+            "model": all_of(None, 3, "gpt2", torch.nn.Linear, len, {}, ODD,
+                            error=ArgumentTypeError) + all_of(torch.nn.ReLU()),
+            "model_lr": POSITIVE[1:],
+            "weight_lr": POSITIVE[1:],
+            "multiplier": POSITIVE[1:],
+            "method": METHOD[:4],
+            "seed": SEED,
+        },
+    ),
+    "mixing.load_model": Entry(
+        lambda folder: bilevel.mixing.load_model(folder),
+        {
+            "folder": NO_PATH
+            + all_of(None, error=ArgumentTypeError)
+            + all_of("nowhere", str(folder()), error=InputError, says="cannot be read")
+        },
+    ),
     # cleaning
     "LabelCleaner": Entry(
         fitted,

@@ -10,6 +10,7 @@ import pytest
 
 import bilevel
 import bilevel.cleaning
+import bilevel.mixing
 from bilevel.methods import METHODS
 from tests import bad_inputs
 from tests.bad_inputs import CASES, TABLE, Refused, pattern
@@ -18,14 +19,14 @@ from tests.methods import test_arguments as of_methods
 FEWEST = 20
 RETURNED = {
     # what functions hand back, which nobody has to make
-    "Outcome", "Result", "Results",
+    "Mixture", "Outcome", "Result", "Results", "mixing.CharacterModel",
     "data.Covertype", "data.Mnist", "data.Newsgroups",
     "diagnostics.HypergradientCheck", "diagnostics.TrackingErrors",
     "theory.Condition", "theory.Regime", "theory.Report",
 }  # fmt: skip
-ABSTRACT = {"problems.KnownProblem", "problems.LeastSquares", "sets.RowWise"}
+ABSTRACT = {"loggers.Logger", "problems.KnownProblem", "problems.LeastSquares", "sets.RowWise"}
 NO_ARGUMENTS = {"data.cache_folder"}
-INTERNAL = {"sets.projections"}  # of a Variable, which no user has
+INTERNAL = {"sets.projections", "loggers.figures"}  # of a Variable or an Info, which a run makes
 
 
 def public() -> set[str]:
@@ -34,6 +35,8 @@ def public() -> set[str]:
     for module in (
         bilevel.data,
         bilevel.diagnostics,
+        bilevel.loggers,
+        bilevel.mixing,
         bilevel.problems,
         bilevel.schedules,
         bilevel.sets,

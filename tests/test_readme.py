@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     namespace: dict[str, Any] = {}
     with torch.random.fork_rng():
         for block in blocks:

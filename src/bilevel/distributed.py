@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bilevel.checks import check_count
 from bilevel.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -60,6 +61,7 @@ def rows(count: int, process_group: GroupChoice = "default") -> slice:
         >>> rows(5)
         slice(0, 5, None)
     """
+    check_count("count", count)
     team = team_of(process_group)
     if team is None:
         return slice(0, count)
@@ -73,15 +75,18 @@ def rows(count: int, process_group: GroupChoice = "default") -> slice:
 
 def team_of(process_group: GroupChoice) -> Team | None:
     """The ranks of a run; None: there is only this process."""
-    if process_group is None or not (dist.is_available() and dist.is_initialized()):
+    if process_group is None:
         return None
-    if isinstance(process_group, str):
-        if process_group != "default":
-            raise ArgumentTypeError(
-                f"process_group must be 'default', None or a torch.distributed.ProcessGroup, not "
-                f"{process_group!r}"
-            )
+    here = dist.is_available() and dist.is_initialized()
+    if isinstance(process_group, str) and process_group == "default":
+        if not here:
+            return None
         process_group = dist.group.WORLD
+    if not here:
+        raise ArgumentTypeError(
+            f"process_group must be 'default' or None where torch.distributed is not initialised, "
+            f"not {process_group!r}"
+        )
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentTypeError(
             f"process_group must be 'default', None or a torch.distributed.ProcessGroup that this "

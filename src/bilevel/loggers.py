@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from bilevel.checks import checked_path
 from bilevel.errors import ArgumentTypeError
 from bilevel.extras import needed
 from bilevel.methods import Info
@@ -73,10 +74,10 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
+        path, self._prefix = checked_path("folder", folder), _checked_prefix(prefix)
         with needed("tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer: Any = SummaryWriter(os.fspath(folder))
-        self._prefix = prefix
+        self._writer: Any = SummaryWriter(str(path))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -117,7 +118,13 @@ class WandB(Logger):
         if not callable(getattr(run, "log", None)):
             raise ArgumentTypeError(f"run must be what wandb.init() returns, not {run!r}")
         self._run = run
-        self._prefix = prefix
+        self._prefix = _checked_prefix(prefix)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({self._prefix + name: value for name, value in values.items()}, step=step)
+
+
+def _checked_prefix(prefix: Any) -> str:
+    if not isinstance(prefix, str):
+        raise ArgumentTypeError(f"prefix must be text, not {prefix!r}")
+    return prefix

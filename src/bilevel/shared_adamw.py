@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilevel.checks import checked_number
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 
 
 class SharedAdamW(torch.optim.Optimizer):
@@ -64,8 +64,9 @@ class SharedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        if not isinstance(lr, Tensor):
-            checked_number("lr", lr)
+        checked_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ArgumentTypeError(f"betas must be two numbers, not {betas!r}")
         for number, beta in enumerate(betas):
             if checked_number(f"betas[{number}]", beta) >= 1:
                 raise ArgumentError(f"betas[{number}] must be below 1, not {beta!r}")

@@ -23,6 +23,7 @@ divided cannot be copied, and is built anew for every copy, by a function that t
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,7 @@ class Variable:
         A function builds what cannot be copied, anew whenever it is called.
         """
         if callable(value) and not isinstance(value, nn.Module):
+            _check_builder(value, name)
             copied = cls(value(), name)
             copied._build = value
         else:
@@ -481,6 +483,19 @@ def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]
         for parameters, name, leaf in places:
             parameters[name] = leaf
         variable.value = value
+
+
+def _check_builder(build: Callable[[], Any], name: str) -> None:
+    """Refuse a function that cannot be called without arguments, as one that builds things is."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must be tensors, a module, or a function without arguments that builds these, "
+            f"not {build!r} ({error})"
+        ) from error
+    except ValueError:  # it has no signature; then it is seen when it is called
+        return
 
 
 def differentiate(value: Tensor, leaves: Sequence[Tensor], wrappers: Sequence[Any] = ()) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from pathlib import Path
 
-from bilevel.data.files import DataSet, RemoteFile
+from bilevel.data.files import DataSet, RemoteFile, readable
 from bilevel.errors import CorruptDataError
 
 SHAKESPEARE = DataSet(
@@ -45,8 +44,12 @@ def read_shakespeare(path: str | os.PathLike[str]) -> str:
     Raises:
         CorruptDataError: it is neither, or not whole.
     """
-    content = Path(path).read_bytes()
+    path = readable(path)
+    content = path.read_bytes()
     try:
-        return (gzip.decompress(content) if Path(path).suffix == ".gz" else content).decode("ascii")
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("ascii")
     except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-        raise CorruptDataError(f"{Path(path)} is not a whole plain text: {error}") from error
+        raise CorruptDataError(f"{path} is not a whole plain text: {error}") from error
+    if not text or "\0" in text:
+        raise CorruptDataError(f"{path} is not a whole plain text: it is empty, or not text")
+    return text

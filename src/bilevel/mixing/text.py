@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bilevel
+from bilevel.checks import checked_path
 from bilevel.errors import ArgumentError, InputError
 from bilevel.folder import printable
 from bilevel.mixing.mixture import TENSORS, load_tensors
@@ -194,7 +195,8 @@ def load_model(folder: str | os.PathLike[str]) -> CharacterModel:
     Raises:
         InputError: it is not there, or not such a model.
     """
-    path = Path(folder) / DESCRIPTION
+    folder = checked_path("folder", folder)
+    path = folder / DESCRIPTION
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -211,5 +213,5 @@ def load_model(folder: str | os.PathLike[str]) -> CharacterModel:
         module = Transformer(len(characters), Size(**description["size"]))
     except (KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise InputError(f"{printable(path)} lacks what a model needs: {error}") from error
-    load_tensors(module, Path(folder) / TENSORS)
+    load_tensors(module, folder / TENSORS)
     return CharacterModel(module.eval(), characters)
