@@ -824,7 +824,8 @@ TABLE: dict[str, Entry] = {
     "loggers.WandB": Entry(
         lambda **options: bilevel.loggers.WandB(**{"run": SimpleNamespace(log=print)} | options),
         {
-            "run": NO_NUMBER[:-2] + all_of(3, math.pi, SimpleNamespace(log=3), error=ArgumentTypeError),
+            "run": NO_NUMBER[:-2]
+            + all_of(3, math.pi, SimpleNamespace(log=3), error=ArgumentTypeError),
             "prefix": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError),
         },
     ),
