@@ -569,7 +569,7 @@ def _probing(solver: Solver) -> Iterator[Probe | None]:
     with solver.aside():
         try:
             probe = Probe(solver)
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             probe = None
         yield probe
 

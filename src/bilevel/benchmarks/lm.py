@@ -376,7 +376,7 @@ def _by_size(kind: Kind, family: Mapping[str, Size], device: str) -> dict[str, f
     for name, size in family.items():
         try:
             found[name] = _peak(partial(kind.make, size, device, how), device)
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             break
     return found
 
