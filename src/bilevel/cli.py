@@ -620,6 +620,10 @@ def _ledger(command: str, folder: Path | None, resume: bool, **options: Any) -> 
     """Where a long command keeps what is done; ``options`` are those on which its parts depend."""
     from bilevel.experiments.ledger import Ledger
 
+    if resume and folder is not None and not folder.exists():
+        console.print(
+            f"There is nothing in {escape(str(folder))} to go on from; beginning.", soft_wrap=True
+        )
     options = {"command": command, "version": __version__, **options}
     return _checked(Ledger, folder=folder, options=options, resume=resume)
 

@@ -60,6 +60,21 @@ class StateError(BilevelError, ValueError):
     """A saved state does not fit the solver that is asked to load it."""
 
 
+class InterruptedRunError(BilevelError):
+    """Ctrl-C or SIGTERM ended a run before its result was there.
+
+    Attributes:
+        steps: that were taken, and are saved.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(
+            f"interrupted after {steps} steps, which are saved; the same call, or the same command "
+            f"with --resume, goes on from there"
+        )
+        self.steps = steps
+
+
 class CheckpointError(StateError):
     """A checkpoint is damaged, or belongs to another run; nothing of it was loaded.
 

@@ -124,8 +124,9 @@ def minimize(
             chunk_size, seed, compile, device: as :class:`bilevel.Solver` takes them.
         steps: K, how many outer steps to take.
         progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
-        callback: called as ``callback(solver, info)`` at every recorded step; returning True ends
-            the run. One with ``state_dict`` and ``load_state_dict`` is saved in checkpoints too.
+        callback: called as ``callback(solver, info)`` at every recorded step; returning what is
+            true ends the run. One with ``state_dict`` and ``load_state_dict`` is saved in
+            checkpoints too.
         record_every: record every that many steps, and the last.
         select: which iterate to return. "last"; "best": with the lowest recorded f (on
             minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
@@ -149,8 +150,8 @@ def minimize(
             :class:`bilevel.errors.DivergenceWarning`, and go on, since signs can deceive; a run
             that ends like that has the outcome DIVERGED. "raise": the same as an error,
             :class:`bilevel.errors.DivergenceError`. "backtrack": go back to the last good state,
-            which is kept for this, and halve the step that is to blame, ten times at most; then
-            raise.
+            which is kept for this, and halve the step that is to blame, or both where it cannot be
+            told, ten times at most; then raise.
 
     Returns:
         A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 import bilevel
 from bilevel.cleaning.progress import Progress
 from bilevel.cli import app
-from bilevel.errors import CheckpointError
+from bilevel.errors import CheckpointError, InterruptedRunError
 from tests.cleaning.files import Animals
 
 rng = np.random.default_rng(0)
@@ -42,6 +43,27 @@ def stop_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Stopped
 
     monkeypatch.setattr(Progress, "save", save)
+
+
+def test_what_is_interrupted_is_not_taken_for_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = bilevel.minimize
+
+    def interrupted(*arguments: Any, callback: Any, **options: Any) -> bilevel.Result:
+        def interrupt(solver: bilevel.Solver, info: Any) -> bool | None:
+            if info.step == 1:
+                signal.raise_signal(signal.SIGTERM)
+            told: bool | None = callback(solver, info)
+            return told
+
+        return honest(*arguments, callback=interrupt, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bilevel, "minimize", interrupted)
+        with pytest.raises(InterruptedRunError, match="interrupted after 2 steps"):
+            fit(tmp_path)
+    assert np.array_equal(fit(tmp_path).sample_weight_, fit(None).sample_weight_)
 
 
 @pytest.mark.parametrize("saves", [1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cli import app
-from bilevel.errors import ArgumentError, InputError
+from bilevel.errors import ArgumentError, InputError, InterruptedRunError
 from bilevel.mixing import load_model
 from bilevel.mixing.files import mix_texts, named_paths, spoiled
 from tests.mixing.texts import markov_text
@@ -198,3 +199,17 @@ def test_a_run_goes_on_from_its_checkpoint(texts: dict[str, Path], tmp_path: Pat
         for out in ("long", "whole")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    sources, target = spoiled(TEXT)
+
+    def interrupt(stage: str) -> None:
+        if stage.startswith("step 1 "):
+            signal.raise_signal(signal.SIGTERM)
+
+    kept = tmp_path / "kept"
+    with pytest.raises(InterruptedRunError, match="interrupted after 1 steps"):
+        mix_texts(sources, target, steps=5, checkpoint=kept, tell=interrupt)
+    resumed = mix_texts(sources, target, steps=5, checkpoint=kept)
+    assert resumed.mixture.weights == mix_texts(sources, target, steps=5).mixture.weights

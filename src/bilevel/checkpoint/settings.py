@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from bilevel.checkpoint.file import bytes_of
@@ -94,9 +95,15 @@ def of_optimizers(state: State) -> dict[str, Any]:
                 found[f"{name}[{number}]"] = {
                     "kind": type(optimizer).__qualname__,
                     "groups": described(groups),
-                    **({} if scheduler is None else {"scheduler": type(scheduler).__qualname__}),
+                    **({} if scheduler is None else {"scheduler": _of_scheduler(scheduler)}),
                 }
     return found
+
+
+def _of_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
+    """Its kind, and the numbers with which it begins."""
+    state = {name: part for name, part in scheduler.state_dict().items() if name[0] != "_"}
+    return {"kind": type(scheduler).__qualname__, **described(state)}
 
 
 def of_variable(variable: Variable) -> dict[str, str]:

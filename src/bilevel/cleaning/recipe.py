@@ -257,6 +257,8 @@ def _learn_weights(
         process_group=None,  # who cleans on one of many ranks need not ask the others
         checkpoint=None if progress is None else progress.run,
     )
+    if result.outcome is bilevel.Outcome.INTERRUPTED:
+        raise bilevel.errors.InterruptedRunError(result.steps)
     best.steps = result.steps
     best.history = {**result.history, "held_back": np.array(losses[: result.steps])}
     return best

@@ -178,7 +178,11 @@ class F2SA(PaperMethod[F2SAState]):
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
         if not isinstance(self.accumulate, torch.dtype):
-            check_flag("accumulate", self.accumulate)
+            if not isinstance(self.accumulate, bool):
+                raise ArgumentTypeError(
+                    f"accumulate must be True, False or a floating point type such as "
+                    f"torch.bfloat16, not {self.accumulate!r}"
+                )
         elif not self.accumulate.is_floating_point:
             raise ArgumentTypeError(
                 f"accumulate must be True, False or a floating point type, not {self.accumulate!r}"

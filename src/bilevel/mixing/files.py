@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bilevel import folder as folders
-from bilevel.errors import InputError, OutputError
+from bilevel.errors import InputError, InterruptedRunError, OutputError
 from bilevel.folder import printable
 from bilevel.methods import Info
 from bilevel.mixing.mixer import DataMixer
@@ -179,6 +179,8 @@ def mix_texts(
         multiplier=3.0,
         seed=seed,
     ).fit(steps, callback=told, checkpoint=checkpoint)
+    if mixture.steps < steps:  # nothing else ends it early
+        raise InterruptedRunError(mixture.steps)
     tell("judging the model")
     assert isinstance(mixture.model, Transformer)
     model = CharacterModel(mixture.model.eval(), characters)
