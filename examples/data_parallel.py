@@ -95,6 +95,8 @@ if __name__ == "__main__":
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         main(arguments.steps, arguments.checkpoint)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another is still talking
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

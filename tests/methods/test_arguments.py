@@ -81,9 +81,13 @@ VALUES: dict[str, Refused] = {
     "order": all_of(0, -2, 2.5, "2", True, says="must be a whole number of at least 2"),
     "warm_start": FLAG,
     "single_pass": FLAG,
-    "accumulate": FLAG
-    + all_of(
-        torch.int64, error=ArgumentTypeError, says="must be True, False or a floating point type"
+    "accumulate": all_of(
+        "yes",
+        1,
+        None,
+        torch.int64,
+        error=ArgumentTypeError,
+        says="must be True, False or a floating point type",
     ),
     "loss_scale": all_of(
         2.0, True, bilevel.LossScale, error=ArgumentTypeError, says=r"must be None or bilevel\.Loss"
