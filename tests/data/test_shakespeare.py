@@ -29,6 +29,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         ("input.txt.gz", TEXT.encode()),
         ("input.txt", "na\u00efve".encode()),
     ],
+    ids=["cut off", "not gzipped", "not ASCII"],  # gzipped bytes hold the time
 )
 def test_what_is_cut_off_or_something_else_is_refused(
     name: str, content: bytes, tmp_path: Path
