@@ -46,6 +46,9 @@ DataDir = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace results that are there already.")
+]
 CheckpointFolder = Annotated[
     Path | None,
     typer.Option("--checkpoint", metavar="FOLDER", help="Keep there what is done, as it is done."),
@@ -104,9 +107,7 @@ def clean(
         float,
         typer.Option(min=0.0, max=1.0, help="Labels of a lower quality are suspect."),
     ] = 0.5,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace results that are there already.")
-    ] = False,
+    overwrite: Overwrite = False,
     checkpoint: CheckpointFolder = None,
     resume: Resume = False,
     seed: Seed = 0,
@@ -210,9 +211,7 @@ def mix(
         ),
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Of the weights and the model.")] = 400,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace results that are there already.")
-    ] = False,
+    overwrite: Overwrite = False,
     checkpoint: CheckpointFolder = None,
     resume: Resume = False,
     seed: Seed = 0,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from bilevel.errors import OutputError
+from bilevel.errors import InputError, OutputError
 
 
 def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
@@ -41,6 +43,27 @@ def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
 def printable(path: Path | str) -> str:
     """A path as text that can be written anywhere, whatever bytes its name has."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def read_description(path: Path, what: str, format: str, version: int) -> dict[str, Any]:
+    """The JSON file in which a folder of results says what it holds.
+
+    Raises:
+        InputError: it cannot be read, does not describe ``what`` or is of another version.
+    """
+    name = printable(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != format:
+        raise InputError(f"{name} does not describe {what}")
+    if found.get("version") != version:
+        raise InputError(
+            f"{name} is of version {found.get('version')!r}, and only version {version} is known; "
+            f"it was written by bilevel {found.get('bilevel')}"
+        )
+    return found
 
 
 @contextmanager

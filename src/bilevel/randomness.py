@@ -55,7 +55,7 @@ class PrivateRandomness:
         try:
             self._outside = self._read()
             self._write(self._state)
-        except BaseException:
+        except BaseException:  # an interrupt too: without the lock no other thread could go on
             _turn.release()
             raise
 

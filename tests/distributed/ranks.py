@@ -79,7 +79,7 @@ def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
         torch.manual_seed(0)
         try:
             answer = True, function(rank, *arguments)
-        except Exception:
+        except Exception:  # whatever it is, the test fails with it, and the rank serves the next
             answer = False, traceback.format_exc()
         pipe.send(answer)
 

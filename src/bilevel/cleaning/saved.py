@@ -33,7 +33,7 @@ from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.rows import WIDEST, Scaler, linear
 from bilevel.cleaning.samples import Array, ArraySamples, Samples
 from bilevel.errors import ArgumentError, InputError
-from bilevel.folder import printable
+from bilevel.folder import printable, read_description
 
 FORMAT = "bilevel label cleaner"
 VERSION = 1
@@ -134,17 +134,10 @@ def load_model(folder: str | Path) -> CleanedModel:
     """
     folder = checked_path("folder", folder)
     try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{printable(folder)} has no model that can be read: {error}") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise InputError(f"{printable(folder / DESCRIPTION)} does not describe a label cleaner")
-    if description["version"] != VERSION:
-        raise InputError(
-            f"{printable(folder / DESCRIPTION)} is of version {description['version']!r}, and only "
-            f"version {VERSION} is known; it was written by bilevel {description['bilevel']}"
-        )
+    description = read_description(folder / DESCRIPTION, "a label cleaner", FORMAT, VERSION)
     try:
         return CleanedModel(
             classes=description["classes"],

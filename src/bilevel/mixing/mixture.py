@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,10 @@ from torch import nn
 
 import bilevel
 from bilevel import folder as folders
+from bilevel.checks import checked_path
 from bilevel.errors import ArgumentError, InputError, MissingExtraError, OutputError
 from bilevel.extras import needed
-from bilevel.folder import printable
+from bilevel.folder import printable, read_description
 from bilevel.minimize import History
 
 if TYPE_CHECKING:
@@ -137,19 +137,8 @@ class Mixture:
         Raises:
             InputError: it is not there, or is something else.
         """
-        folder = Path(folder)
-        path = printable(folder / WEIGHTS)
-        try:
-            content = json.loads((folder / WEIGHTS).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from error
-        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise InputError(f"{path} does not describe a mixture")
-        if content.get("version") != VERSION:
-            raise InputError(
-                f"{path} is of version {content.get('version')!r}, and only version {VERSION} is "
-                f"known; it was written by bilevel {content.get('bilevel')}"
-            )
+        folder = checked_path("folder", folder)
+        content = read_description(folder / WEIGHTS, "a mixture", FORMAT, VERSION)
         if model is not None:
             load_tensors(model, folder / TENSORS)
         try:
@@ -161,7 +150,7 @@ class Mixture:
                 seconds=content["seconds"],
             )
         except (KeyError, AttributeError) as error:
-            raise InputError(f"{path} lacks {error}") from error
+            raise InputError(f"{printable(folder / WEIGHTS)} lacks {error}") from error
 
 
 def load_tensors(model: nn.Module, path: Path) -> None:

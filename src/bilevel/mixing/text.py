@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import bilevel
 from bilevel.checks import checked_path
 from bilevel.errors import ArgumentError, InputError
-from bilevel.folder import printable
+from bilevel.folder import printable, read_description
 from bilevel.mixing.mixture import TENSORS, load_tensors
 
 FORMAT = "bilevel character model"
@@ -197,17 +196,7 @@ def load_model(folder: str | os.PathLike[str]) -> CharacterModel:
     """
     folder = checked_path("folder", folder)
     path = folder / DESCRIPTION
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{printable(path)} cannot be read: {error}") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise InputError(f"{printable(path)} does not describe a model of characters")
-    if description.get("version") != VERSION:
-        raise InputError(
-            f"{printable(path)} is of version {description.get('version')!r}, and only version "
-            f"{VERSION} is known; it was written by bilevel {description.get('bilevel')}"
-        )
+    description = read_description(path, "a model of characters", FORMAT, VERSION)
     try:
         characters = Characters(description["characters"])
         module = Transformer(len(characters), Size(**description["size"]))
