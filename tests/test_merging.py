@@ -54,6 +54,11 @@ def scaled(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     return torch.addmm(y[:, 0], a, y.T, alpha=2), a @ z.T
 
 
+def samples_of_both_levels(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    trusted = a[2:6].exp()
+    return a @ y.T, a @ z.T, trusted @ y.T
+
+
 @pytest.mark.parametrize(
     ("function", "products"),
     [
@@ -65,6 +70,7 @@ def scaled(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         (crosswise, 3),
         (nothing_in_common, 2),
         (scaled, 2),
+        (samples_of_both_levels, 2),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -76,11 +82,6 @@ def test_values_stay_and_products_are_fewer(
     traced.graph.lint()
     torch.testing.assert_close(traced(A, Y, Z), function(A, Y, Z))
     assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == products
-
-
-def samples_of_both_levels(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-    trusted = a[2:6].exp()
-    return a @ y.T, a @ z.T, trusted @ y.T
 
 
 def test_on_a_gpu_a_block_that_nobody_asked_for_is_computed_too() -> None:

@@ -23,9 +23,11 @@ class Level:
     def __init__(self, stream: Stream, steps: int, samples: int) -> None:
         self._stream = stream
         self._rows: Any = None
+        self._length = 0
         self._numbers: Tensor | None = None
         if isinstance(stream, Rows):
             self._rows = stream.rows
+            self._length = stream.length
             if stream.batch_size is not None:
                 size = (steps, samples, stream.batch_size)
                 self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
@@ -41,7 +43,10 @@ class Level:
         """One minibatch of the evaluation whose number is in ``step``, a tensor of one element."""
         if self._numbers is None:
             return self._rows
-        return take_rows(self._rows, self._numbers[:, sample].index_select(0, step).squeeze(0))
+        # they are within these bounds; where a compiler sees that, it does not check every entry
+        step = step.clamp(0, len(self._numbers) - 1)
+        numbers = self._numbers[:, sample].index_select(0, step).squeeze(0)
+        return take_rows(self._rows, numbers.clamp(0, self._length - 1))
 
 
 class Feed:

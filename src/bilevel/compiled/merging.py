@@ -102,7 +102,7 @@ class _Blocks:
 
 
 def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
-    """Products that are connected by factors they share, if to merge them pays."""
+    """Products that are connected by factors they share, or share one, if to merge them pays."""
     groups: list[tuple[set[tuple[int, _Factor]], list[Node]]] = []
     for node in graph.nodes:
         if node.target in PRODUCTS and not node.kwargs:
@@ -111,11 +111,16 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
             groups = [group for group in groups if group not in touched]
             members = [member for _, others in touched for member in others]
             groups.append((factors.union(*(known for known, _ in touched)), [*members, node]))
-    for _, group in groups:
-        alone = [product for product in group if not _leads_to(product, set(group) - {product})]
-        blocks = _Blocks(alone)
-        if blocks.pays(wasteful):
-            yield blocks
+    for factors, group in groups:
+        sharing = (
+            [product for product in group if _factors(product)[side] == factor]
+            for side, factor in sorted(factors, key=lambda found: -found[1].size)
+        )
+        for products in (group, *sharing):
+            others = set(products)
+            blocks = _Blocks([p for p in products if not _leads_to(p, others - {p})])
+            if blocks.pays(wasteful):
+                yield blocks
 
 
 def _factors(product: Node) -> tuple[_Factor, _Factor]:

@@ -166,7 +166,8 @@ class Program:
         now = state.pace.at(self._problem, state, self._draw)
         if not self._begun:
             self._pieces.trust()
-            self._start = self._draw.state_dict()
+            if self._most_begun > 1:
+                self._start = self._draw.state_dict()
         self._begun.append(_Begun(state.k, state.multiplier, now, measure))
         self._dial(now)
         self._given.clear()
