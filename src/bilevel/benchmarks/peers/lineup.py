@@ -18,21 +18,15 @@ def grid(fixed: Settings, **choices: Sequence[Any]) -> list[Settings]:
     ]
 
 
-BOX: Settings = {"box": True, "lower_lr": 0.3}
-"""For those that move the weights of a minibatch: x are the weights, kept in [0, 1]."""
-
-SIGMOID: Settings = {"box": False}
-"""The same with weights sigmoid(x), as others have it."""
-
-
-def in_a_box(fixed: Settings) -> list[Settings]:
-    """Settings for weights in [0, 1]."""
-    return grid({**BOX, **fixed}, per_visit=(0.5, 1.0, 2.0, 4.0))
+def in_a_box(fixed: Settings, per_visit: Sequence[float] = (1.0, 2.0, 4.0, 8.0)) -> list[Settings]:
+    """Settings for those that move the weights of a minibatch, kept in [0, 1]."""
+    return grid({"box": True, "lower_lr": 0.3, **fixed}, per_visit=per_visit)
 
 
 def by_a_sigmoid(fixed: Settings) -> list[Settings]:
-    """Settings for weights sigmoid(x)."""
-    return grid({**SIGMOID, **fixed}, per_visit=(16.0, 32.0), lower_lr=(0.3, 0.5))
+    """The same with weights sigmoid(x), as others have it."""
+    fixed = {"box": False, "per_visit": 16.0, **fixed}
+    return grid(fixed, lower_lr=(0.3, 0.5), batch_size=(250, 500))
 
 
 @dataclass(frozen=True)
@@ -54,25 +48,23 @@ class Contestant:
     own: bool = False
 
 
-SWEEP: Settings = {"sweep": True, "inner_steps": 10, "batch_size": 500}
+def with_sweeps(fixed: Settings) -> list[Settings]:
+    """Settings for those that move all weights at a time, kept in [0, 1]."""
+    fixed = {"sweep": True, "inner_steps": 25, "lower_lr": 0.3, **fixed}
+    return grid(fixed, per_visit=(2.0, 4.0), batch_size=(350, 500))
+
 
 LINEUP = [
     Contestant(
         "bilevel F2SA, all samples",
         "f2sa",
-        grid(SWEEP, per_visit=(1.0, 2.0), lower_lr=(0.3, 0.5)),
-        own=True,
-    ),
-    Contestant(
-        "bilevel F2SA, all samples, momentum",
-        "f2sa",
-        grid({**SWEEP, "momentum": 0.8}, per_visit=(1.0, 2.0), lower_lr=(0.08, 0.1)),
+        with_sweeps({}),
         own=True,
     ),
     Contestant(
         "bilevel F2SA, all samples, compiled",
         "f2sa",
-        grid({**SWEEP, "compile": True}, per_visit=(1.0, 2.0), lower_lr=(0.3, 0.5)),
+        with_sweeps({"compile": True}),
         own=True,
     ),
     Contestant(
@@ -94,7 +86,7 @@ LINEUP = [
     Contestant(
         "boat-torch, PGDO",
         "boat_pgdo",
-        in_a_box({"chunk": 4}),
+        in_a_box({"chunk": 4}, per_visit=(0.25, 0.5, 1.0, 2.0)),
         needs=("boat-torch", "higher", "matplotlib"),
     ),
     Contestant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ def solve(
     box: bool = True,
     per_visit: float,
     lower_lr: float,
-    momentum: float = 0.0,
     multiplier: float = 5.0,
     batch_size: int = 250,
     inner_steps: int = 20,
@@ -39,7 +37,7 @@ def solve(
         sweep: the direction of x comes from all samples; otherwise from the last minibatch.
         box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
         per_visit: the step of x_i each time that sample i is in its direction.
-        lower_lr, momentum: of y and z.
+        lower_lr: of y and z.
         multiplier, batch_size, inner_steps, compile: of F2SA.
         chunk: outer steps after which weights are given.
     """
@@ -54,19 +52,14 @@ def solve(
     def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         return data.trusted(y, *batch)
 
-    lower_steps: dict[str, Any] = (
-        {"lower_optimizer": partial(torch.optim.SGD, lr=lower_lr, momentum=momentum)}
-        if momentum
-        else {"lower_lr": lower_lr}
-    )
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1) if box else None),
         bilevel.F2SA(
+            lower_lr=lower_lr,
             upper_lr=per_visit * visited,
             multiplier=multiplier,
             inner_steps=inner_steps,
             single_pass=not sweep,
-            **lower_steps,
         ),
         torch.full((len(data.labels),), float(box)),
         data.start,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 
 from bilevel.benchmarks.peers.task import Task
 
@@ -29,12 +29,12 @@ class TorchTask:
 
     def weighted(self, weights: Tensor, y: Tensor, features: Tensor, labels: Tensor) -> Tensor:
         """G on a minibatch with these weights."""
-        losses = cross_entropy(linear(features, y), labels, reduction="none")
+        losses = _cross_entropy(linear(features, y), labels)
         return (weights * losses).mean() + self.ridge * (y * y).sum()
 
     def trusted(self, y: Tensor, features: Tensor, labels: Tensor) -> Tensor:
         """F on a minibatch."""
-        return cross_entropy(linear(features, y), labels)
+        return _cross_entropy(linear(features, y), labels).mean()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Features, labels and numbers of random samples."""
@@ -45,3 +45,8 @@ class TorchTask:
         """Features and labels of random trusted samples."""
         index = torch.randint(len(self.trusted_labels), (size,), generator=self.generator)
         return self.trusted_features[index], self.trusted_labels[index]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """As torch's own, but several times as fast for many samples of few classes."""
+    return logits.logsumexp(-1) - logits.gather(-1, labels[:, None])[:, 0]
