@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -701,3 +702,18 @@ def test_kernels_stop_at_a_number_that_is_not_finite() -> None:
         messages.append(str(caught.value))
         assert bool(torch.isfinite(run.y).all())
     assert messages[0] == messages[1]
+
+
+def test_work_is_products_and_entries_but_not_views() -> None:
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.T
+
+    def entries(a: Tensor, b: Tensor) -> Tensor:
+        return (a.T + 1).exp()[:2]
+
+    a, b = torch.randn(5, 7), torch.randn(3, 7)
+    works = [
+        tracing.operations(make_fx(function, tracing_mode="fake")(a, b))
+        for function in (product, entries)
+    ]
+    assert works == [2 * 5 * 7 * 3, 2 * tracing.ENTRY * 5 * 7]

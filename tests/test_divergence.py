@@ -240,7 +240,8 @@ MENDED += ["a step of x that is too long"]
 @pytest.mark.parametrize("name", MENDED)
 def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     options, _ = DIVERGING[name]
-    result = run(**options, on_divergence="backtrack")
+    with pytest.warns(DivergenceWarning, match=r"goes back to step \d+ with half the step of [xy]"):
+        result = run(**options, on_divergence="backtrack")
     assert result.outcome is Outcome.COMPLETED
     assert result.history["step"].tolist() == list(range(300))
     given = options["method"]
@@ -253,6 +254,7 @@ def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     assert result.history["upper"][-1] < result.history["upper"][0]
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_optimizer_goes_on_with_half_its_learning_rate(momentum: float) -> None:
     # steps with momentum m converge below 2 (1 + m) / L
@@ -272,6 +274,7 @@ def test_an_optimizer_goes_on_with_half_its_learning_rate(momentum: float) -> No
     assert seen[-1] == rate / 2
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged")
 def test_gives_up_after_so_many_times() -> None:
     options, message = DIVERGING["a lower level without a minimum"]
     solvers = []
@@ -284,6 +287,7 @@ def test_gives_up_after_so_many_times() -> None:
     assert min(solvers) == 0.1 / 2**BACKTRACKS
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged")
 def test_goes_back_from_numbers_that_are_not_finite() -> None:
     problem = bilevel.Problem(squares, lambda x, y, b: 0.5 * ((y - x) ** 2).sum())
     options = {"x0": ONES.float(), "y0": 2 * ONES.float(), "steps": 100}
@@ -295,6 +299,7 @@ def test_goes_back_from_numbers_that_are_not_finite() -> None:
     assert result.x.norm() < 0.1
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged")
 @pytest.mark.parametrize("select", ["last", "best", "random"])
 @pytest.mark.parametrize("stop", [5, 50, 130])
 def test_a_run_that_goes_back_and_is_resumed_is_the_same(

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged")  # it is an example of that
 def test_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) == 11

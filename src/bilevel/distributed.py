@@ -13,6 +13,8 @@ gradients. Nobody raises alone, because the others would wait for him.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -30,6 +32,7 @@ from bilevel.errors import (
     BilevelError,
     DistributedError,
     NonFiniteError,
+    RanksWarning,
 )
 from bilevel.methods import F3SA, Method
 from bilevel.methods.descent import DescentMethod
@@ -80,6 +83,7 @@ def team_of(process_group: GroupChoice) -> Team | None:
     here = dist.is_available() and dist.is_initialized()
     if isinstance(process_group, str) and process_group == "default":
         if not here:
+            _warn_of_ranks_alone()
             return None
         process_group = dist.group.WORLD
     if not here:
@@ -93,6 +97,19 @@ def team_of(process_group: GroupChoice) -> Team | None:
             f"rank is in, not {process_group!r}"
         )
     return Team(process_group) if dist.get_world_size(process_group) > 1 else None
+
+
+def _warn_of_ranks_alone() -> None:
+    """That a launcher started several ranks which do not know of each other."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1 and "MASTER_ADDR" in os.environ:
+        warnings.warn(
+            f"{ranks} ranks were launched, but torch.distributed is not initialised, so each "
+            f"solves the problem by itself; call torch.distributed.init_process_group() first, "
+            f"or say process_group=None if that is meant",
+            RanksWarning,
+            stacklevel=2,
+        )
 
 
 class Team:

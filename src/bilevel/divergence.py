@@ -177,7 +177,7 @@ class Guard:
                     DivergenceWarning,
                     stacklevel=3,
                 )
-        elif self._reaction == "raise" or not self._go_back(*found.levels):
+        elif self._reaction == "raise" or not self._go_back(str(found), *found.levels):
             error = DivergenceError(self._solver.k, str(found))
             error.state = self._solver.state_dict()
             raise error
@@ -190,7 +190,7 @@ class Guard:
         if found is not None:
             error.diagnosis = f"{found.cause}. What helps: {found.advice}"
         levels = LEVELS if found is None else found.levels
-        return self._reaction == "backtrack" and self._go_back(*levels)
+        return self._reaction == "backtrack" and self._go_back(str(found or error), *levels)
 
     def _overlong(self, rows: int) -> Diagnosis | None:
         """Whether the steps of y are too long, though nothing runs away."""
@@ -214,10 +214,11 @@ class Guard:
             "signs": self._signs.state_dict(),
         }
 
-    def _go_back(self, *levels: Level) -> bool:
+    def _go_back(self, why: str, *levels: Level) -> bool:
         """To the last good state, with half the step; False: that was done often enough."""
         if self._halved >= BACKTRACKS or self._good is None:
             return False
+        diverged = self._solver.k
         self._halved += 1
         self._since += levels
         self._solver.load_state_dict(self._good["solver"])
@@ -227,6 +228,13 @@ class Guard:
         for each in self._since:
             slow_down(self._solver, each)
         self._jumping, self.diverged = None, False
+        halved = " and ".join("x" if level == "upper" else "y" for level in levels)
+        warnings.warn(
+            f"the run diverged at step {diverged}: {why}. It goes back to step {self._solver.k} "
+            f"with half the step of {halved}",
+            DivergenceWarning,
+            stacklevel=4,
+        )
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -224,3 +224,7 @@ class DivergenceWarning(BilevelWarning):
 
 class CheckpointWarning(BilevelWarning):
     """A checkpoint could not be written or read, but the run goes on; the message says how."""
+
+
+class RanksWarning(BilevelWarning):
+    """Several ranks were launched, but they do not know of each other."""

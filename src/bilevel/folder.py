@@ -25,19 +25,19 @@ def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
     name = printable(folder)
     for given in inputs:
         if os.path.isdir(given) and folder.resolve().is_relative_to(given.resolve()):
-            raise OutputError(f"--out {name} lies in {printable(given)}, which holds samples")
+            raise OutputError(f"{name} lies in {printable(given)}, which holds samples")
     if folder.exists() and not folder.is_dir():
-        raise OutputError(f"--out {name} is a file, not a folder")
+        raise OutputError(f"{name} is a file, not a folder")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise OutputError(
-            f"--out {name} is not empty; name another folder, or replace the results in it by "
-            f"--overwrite"
+            f"{name} is not empty; name another folder, or replace the results in it by "
+            f"--overwrite (overwrite=True)"
         )
     there = folder.absolute()
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"--out {name} cannot be made: {printable(there)} cannot be written to")
+        raise OutputError(f"{name} cannot be made: {printable(there)} cannot be written to")
 
 
 def printable(path: Path | str) -> str:

@@ -151,7 +151,7 @@ def minimize(
             that ends like that has the outcome DIVERGED. "raise": the same as an error,
             :class:`bilevel.errors.DivergenceError`. "backtrack": go back to the last good state,
             which is kept for this, and halve the step that is to blame, or both where it cannot be
-            told, ten times at most; then raise.
+            told, with a warning each time, ten times at most; then raise.
 
     Returns:
         A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose

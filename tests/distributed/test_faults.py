@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bilevel
+from bilevel.errors import RanksWarning
 from tests.distributed import tasks
 from tests.distributed.ranks import Ranks, raised
 from tests.distributed.tasks import METHODS, SAMPLES, START, solve
@@ -286,3 +287,12 @@ def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(
 
 def _dying(rank: int, kind: str, folder: Path, die_at: int) -> tuple[str, str]:
     return raised(lambda: _to_the_end(rank, kind, folder, die_at))
+
+
+def test_ranks_that_do_not_know_of_each_other_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = bilevel.problems.Quadratic(seed=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.warns(RanksWarning, match="2 ranks were launched"):
+        bilevel.Solver(problem, "f2sa", problem.x0, problem.y0)
+    bilevel.Solver(problem, "f2sa", problem.x0, problem.y0, process_group=None)

@@ -33,8 +33,10 @@ Code: TypeAlias = Callable[[list[Any]], Any]
 
 
 FEW = 1 << 24
-"""What needs fewer operations for its products than this runs on one thread: a second costs more
-than it brings."""
+"""What needs fewer operations than this runs on one thread: a second costs more than it brings."""
+
+ENTRY = 8
+"""An entry of a tensor that is computed or copied counts as so many operations of a product."""
 
 
 class Compiled(NamedTuple):
@@ -160,21 +162,21 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
 
     kernels: list[Any] = []
-    operations: list[int] = []
+    work: list[int] = []
     with config.patch(enable_autograd_cache=False):  # which would not tell the kernels
         wrapped: Any = compile_fx(
             graph,
             inputs,
-            inner_compile=functools.partial(_compile, kernels, operations),
+            inner_compile=functools.partial(_compile, kernels, work),
             config_patches=options,
         )
-    alone = sum(operations) < FEW
+    alone = sum(work) < FEW
     return lambda arguments: Compiled(_shortest(wrapped, kernels, arguments), alone)
 
 
 def _compile(
     kernels: list[Any],
-    operations: list[int],
+    work: list[int],
     graph: torch.fx.GraphModule,
     inputs: Any,
     **options: Any,
@@ -188,25 +190,29 @@ def _compile(
             raise NotCompiledError(f"the objectives draw random numbers ({node.target})")
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     merge_products(graph, wasteful=on_gpu)
-    operations.append(_operations(graph))
+    work.append(operations(graph))
     compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
     return compiled
 
 
-def _operations(graph: torch.fx.GraphModule) -> int:
-    """How many operations the products of matrices and the convolutions in a graph are."""
+def operations(graph: torch.fx.GraphModule) -> int:
+    """How much work a graph is: its products of matrices and convolutions, and other entries."""
     from torch.utils.flop_counter import flop_registry
 
     total = 0
     for node in graph.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if count is not None:
             args, kwargs = torch.fx.node.map_arg(
                 (node.args, node.kwargs), lambda argument: argument.meta["val"]
             )
             total += int(count(*args, **kwargs, out_val=node.meta["val"]))
+        elif not getattr(node.target, "is_view", False):
+            total += ENTRY * node.meta["val"].numel()
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -415,7 +416,7 @@ def _built(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(
             f"the optimizer factory of {variable.name} must return a torch.optim.Optimizer or a "
-            f"learning-rate scheduler of one, not {optimizer!r}"
+            f"learning-rate scheduler of one, not {reprlib.repr(optimizer)}"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ArgumentTypeError(
