@@ -232,13 +232,13 @@ class Rows(Indexed):
         super().__init__(self.length, partial(take_rows, rows), batch_size, seed, self.device)
 
     def ahead(self, batches: int, size: int) -> Tensor:
-        """The numbers of the rows of the next minibatches, each of ``size``, one per row.
+        """The numbers of the rows of the next minibatches, each of ``size``, one after the other.
 
         The stream moves on as if they had been taken one by one.
         """
         if self._used + batches * size <= len(self._block):
-            return self._indices(batches * size).view(batches, size)
-        return torch.stack([self._indices(size) for _ in range(batches)])
+            return self._indices(batches * size)
+        return torch.cat([self._indices(size) for _ in range(batches)])
 
 
 class Numbers:

@@ -31,13 +31,14 @@ class Level:
             if stream.batch_size is not None:
                 size = (steps, samples, stream.batch_size)
                 self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
+                self._flat = self._numbers.view(-1)
 
     def fill(self) -> None:
         """Draw the minibatches of the next outer step."""
         if self._numbers is not None:
             assert isinstance(self._stream, Rows)
             steps, samples, size = self._numbers.shape
-            self._numbers.copy_(self._stream.ahead(steps * samples, size).view_as(self._numbers))
+            self._flat.copy_(self._stream.ahead(steps * samples, size))
 
     def batch(self, step: Tensor, sample: int) -> Any:
         """One minibatch of the evaluation whose number is in ``step``, a tensor of one element."""

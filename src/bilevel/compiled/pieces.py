@@ -24,6 +24,7 @@ class Pieces:
     Args:
         problem, method, state: as ``method.step`` takes them.
         feed: where the samples come from that are not given.
+        in_parts: whether the x direction is the sum of several.
 
     Attributes:
         dials: lam, the step of x, and the step of each copy along its part of grad Phi.
@@ -35,8 +36,17 @@ class Pieces:
         missing: the terms of the report that Phi does not have.
     """
 
-    def __init__(self, problem: Problem, method: F2SA, state: F2SAState, feed: Feed | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        method: F2SA,
+        state: F2SAState,
+        feed: Feed | None,
+        *,
+        in_parts: bool,
+    ) -> None:
         self._problem = problem
+        self._in_parts = in_parts
         self._stencil = method.stencil
         self._x = state.x
         self._points = state.points
@@ -75,11 +85,8 @@ class Pieces:
     def reset(self) -> None:
         """Begin an outer step."""
         self.done.masked_fill_(self.fine, 0)
-        torch._foreach_zero_([*self.told.values(), *self.slope])
-
-    def finish(self) -> None:
-        """End an outer step."""
-        self.taken.add_(self.fine)
+        if self._in_parts:
+            torch._foreach_zero_([*self.told.values(), *self.slope])
 
     def inner(self, samples: list[Sample] | None) -> None:
         """One inner step."""
@@ -137,7 +144,7 @@ class Pieces:
                     share, objective, batch = sample.lower_share, self._problem.g, sample.lower
                 if share:
                     value = share * objective(self._x, y, batch)
-                    self.told[name].add_(value)
+                    self._tell_one(name, value)
                     self.fine.logical_and_(torch.isfinite(value))
 
     def _samples(self, given: list[Sample] | None) -> list[Sample]:
@@ -160,7 +167,13 @@ class Pieces:
     def _tell(self, phi: Phi) -> None:
         for name, term in phi.terms.items():
             if name in self.told:
-                self.told[name].add_(term.detach())
+                self._tell_one(name, term.detach())
+
+    def _tell_one(self, name: str, value: Tensor) -> None:
+        if self._in_parts:
+            self.told[name].add_(value)
+        else:
+            self.told[name].copy_(value)
 
     def _steps(self, directions: list[list[Tensor]]) -> tuple[list[list[Tensor]], Tensor]:
         """Where the steps of the copies end, and whether all are finite."""
@@ -202,6 +215,7 @@ class Pieces:
             for total, whole in zip(self.slope, slope, strict=True):
                 total.copy_(whole)
         self.fine.copy_(fine)
+        self.taken.add_(fine.to(torch.int64))
         return fine
 
 

@@ -118,7 +118,8 @@ class Program:
         if feed is not None and draw.direction_batch_size == "all":
             self._sweep = list(draw.direction(self._nodes, method.shared))
 
-        pieces = self._pieces = Pieces(problem, method, state, feed)
+        in_parts = not self._one_part and not method.single_pass
+        pieces = self._pieces = Pieces(problem, method, state, feed, in_parts=in_parts)
         traced = partial(Traced, device=state.x.device)
         self._inner = traced(pieces.inner)
         self._last = traced(pieces.last)
@@ -255,7 +256,6 @@ class Program:
         with buffers_kept(self._state.x, *self._state.points):
             _run_all(direction)
         _run_all(last)
-        self._pieces.finish()
 
     def _phases(self, measure: bool) -> Phases:
         return self._inner_steps(), self._direction(measure), self._last_step()
