@@ -29,6 +29,12 @@ def by_a_sigmoid(fixed: Settings) -> list[Settings]:
     return grid(fixed, lower_lr=(0.3, 0.5), batch_size=(250, 500))
 
 
+def with_sweeps(fixed: Settings) -> list[Settings]:
+    """Settings for those that move all weights at a time, kept in [0, 1]."""
+    fixed = {"sweep": True, "inner_steps": 25, "lower_lr": 0.3, **fixed}
+    return grid(fixed, per_visit=(2.0, 4.0), batch_size=(350, 500))
+
+
 @dataclass(frozen=True)
 class Contestant:
     """Something that cleans labels.
@@ -48,19 +54,8 @@ class Contestant:
     own: bool = False
 
 
-def with_sweeps(fixed: Settings) -> list[Settings]:
-    """Settings for those that move all weights at a time, kept in [0, 1]."""
-    fixed = {"sweep": True, "inner_steps": 25, "lower_lr": 0.3, **fixed}
-    return grid(fixed, per_visit=(2.0, 4.0), batch_size=(350, 500))
-
-
 LINEUP = [
-    Contestant(
-        "bilevel F2SA, all samples",
-        "f2sa",
-        with_sweeps({}),
-        own=True,
-    ),
+    Contestant("bilevel F2SA, all samples", "f2sa", with_sweeps({}), own=True),
     Contestant(
         "bilevel F2SA, all samples, compiled",
         "f2sa",
