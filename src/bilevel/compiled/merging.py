@@ -116,10 +116,11 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
             groups = [group for group in groups if group not in touched]
             members = [member for _, others in touched for member in others]
             groups.append((factors.union(*(known for known, _ in touched)), [*members, node]))
-    for factors, group in groups:
+    for _, group in groups:
+        found = dict.fromkeys(pair for product in group for pair in enumerate(_factors(product)))
         sharing = (
             [product for product in group if _factors(product)[side] == factor]
-            for side, factor in sorted(factors, key=lambda found: -found[1].size)
+            for side, factor in sorted(found, key=lambda pair: -pair[1].size)
         )
         for products in (group, *sharing):
             others = set(products)
