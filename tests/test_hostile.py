@@ -307,3 +307,20 @@ def test_a_start_that_overflows_at_once_is_told() -> None:
     huge = torch.full((2,), 1e300, dtype=torch.float64)
     with pytest.raises(NonFiniteError, match="not finite at step 0"):
         bilevel.minimize(PROBLEM, huge, huge, method=METHODS[0], steps=3)
+
+
+def test_numbers_that_a_small_type_does_not_have() -> None:
+    """A rate, or the factor of a difference of gradients, may be one where the steps are small."""
+    half, single = torch.ones((), dtype=torch.float16), torch.ones(())
+    found = bilevel.minimize(PROBLEM, half.bfloat16(), (half, single), steps=20)
+    assert all(bool(leaf.isfinite()) for leaf in found.y)
+
+    def lower(x: Any, y: Any, batch: Any) -> Tensor:
+        return 0.5 * ((y - 1e-3 * x.float()) ** 2).sum()
+
+    problem = bilevel.Problem(lambda x, y, batch: ((y - 1) ** 2).sum(), lower)
+    options: dict[str, Any] = {"method": bilevel.F2SA(0.1, 1e5, inner_steps=1), "steps": 1}
+    starts = (torch.zeros(3, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    runs = [bilevel.minimize(problem, start, torch.zeros(3), **options).x for start in starts]
+    assert bool((runs[1] != 0).all())
+    torch.testing.assert_close(runs[0].float(), runs[1], rtol=2e-3, atol=0)

@@ -96,7 +96,8 @@ class AdaptiveUpdate(Update):
         if not (norm > 0 and math.isfinite(norm)):
             return 0.0
         if way > 0 and n["last"] > 0:
-            self._learn(-n["last"] * inner / way**2, grew=norm > n["norm"])
+            # not way**2, which may be 0 where way is not
+            self._learn(-n["last"] * inner / way / way, grew=norm > n["norm"])
         if n["longest"] == 0:
             entries = sum(leaf.numel() for leaf in self._variable.leaves)
             n["longest"] = FIRST_STEP / 2 * (size or math.sqrt(entries)) / self._unit

@@ -396,12 +396,13 @@ def difference(slope: Slopes, y: Variable, here: Tensor, v: Tensor, scale: float
     size = float(v.norm())
     if not size:  # of a variable without numbers
         return torch.zeros_like(here)
-    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
+    reach = torch.finfo(here.dtype).eps ** (1 / 3) * scale
     start = [leaf.clone() for leaf in y.leaves]
-    torch._foreach_add_(y.leaves, unflat(v, y.leaves), alpha=length)
+    # not v times one factor, which may be too large a number for the type of a leaf
+    torch._foreach_add_(y.leaves, unflat(v / size * reach, y.leaves))
     there = slope(y)
     torch._foreach_copy_(y.leaves, start)
-    return there.sub_(here).div_(length)
+    return there.sub_(here).mul_(size).div_(reach)
 
 
 def _size(y: Variable) -> float:

@@ -238,15 +238,21 @@ class Update:
 
     def _step(self, grads: Sequence[Tensor], rate: float) -> None:
         """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
-        whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+        whole: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for leaf, grad in zip(self._variable.leaves, grads, strict=True):
+            (values,) = entries([grad]) if grad.is_sparse else [part_of(grad)]
+            factor = rate
+            if abs(rate) > torch.finfo(leaf.dtype).max:
+                # the rate is no number of that type, though the step is one
+                values, factor = (rate * values.double()).to(values.dtype), 1.0
             if grad.is_sparse:
-                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+                leaf.index_add_(0, touched(grad), values, alpha=factor)
             else:
-                whole[0].append(part_of(leaf))
-                whole[1].append(part_of(grad))
-        if whole[0]:
-            torch._foreach_add_(*whole, alpha=rate)
+                leaves, steps = whole.setdefault(factor, ([], []))
+                leaves.append(part_of(leaf))
+                steps.append(values)
+        for factor, (leaves, steps) in whole.items():
+            torch._foreach_add_(leaves, steps, alpha=factor)
 
     @torch.no_grad()
     def project(self, moved: Sequence[Tensor] | None = None) -> None:
