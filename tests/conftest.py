@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same cases every time, so that what fails can be run again; `--hypothesis-profile=default`
+# tries new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # The problems here are tiny: a second thread costs more than it brings.
 torch.set_num_threads(1)

@@ -396,13 +396,15 @@ def difference(slope: Slopes, y: Variable, here: Tensor, v: Tensor, scale: float
     size = float(v.norm())
     if not size:  # of a variable without numbers
         return torch.zeros_like(here)
-    reach = torch.finfo(here.dtype).eps ** (1 / 3) * scale
+    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
+    step, factor = v, length
+    if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
+        step, factor = v * length, 1.0  # the length is no number of that type, the step is one
     start = [leaf.clone() for leaf in y.leaves]
-    # not v times one factor, which may be too large a number for the type of a leaf
-    torch._foreach_add_(y.leaves, unflat(v / size * reach, y.leaves))
+    torch._foreach_add_(y.leaves, unflat(step, y.leaves), alpha=factor)
     there = slope(y)
     torch._foreach_copy_(y.leaves, start)
-    return there.sub_(here).mul_(size).div_(reach)
+    return there.sub_(here).div_(length)
 
 
 def _size(y: Variable) -> float:
