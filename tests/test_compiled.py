@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
 from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
-from bilevel.compiled import Program, tracing
+from bilevel.compiled import Program, feed, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.schedules import Power
@@ -49,6 +49,16 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 graphs = pytest.mark.usefixtures("graphs_only")
+
+
+@pytest.fixture(params=["gathered ahead", "gathered in the step"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are gathered before a step, as few are on a CPU, and by compiled code."""
+    if request.param == "gathered in the step":
+        monkeypatch.setattr(feed, "GATHERED", 0)
+
+
+gathered = pytest.mark.usefixtures("both_ways")
 
 
 def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -118,6 +128,7 @@ SCHEMES = {
 
 
 @graphs
+@gathered
 @pytest.mark.parametrize("method", SCHEMES.values(), ids=list(SCHEMES))
 def test_every_scheme_takes_the_same_steps(method: Any) -> None:
     eager, compiled = solver(method, compile=False), solver(method, compile=True)
@@ -143,6 +154,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 
 @graphs
+@gathered
 @pytest.mark.parametrize(("name", "coupling"), [
     *((name, "shared") for name in DATA),
     ("a sweep in uneven parts", "independent"),
@@ -162,6 +174,7 @@ def test_every_kind_of_data_gives_the_same_samples(name: str, coupling: Any) -> 
 
 
 @graphs
+@gathered
 def test_blocks_of_row_numbers_end_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bilevel.streams, "_BLOCK", 30)
     runs = [solver(SCHEMES["independent"], compile=c) for c in (False, True)]
@@ -259,6 +272,67 @@ def test_a_number_that_the_objectives_use_may_change_between_steps() -> None:
 
 
 @graphs
+def test_undisturbed_steps_ask_once_what_the_objectives_use() -> None:
+    weight = [1.0]
+
+    def weighted(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return weight[0] * lower(x, y, batch)
+
+    problem = Problem(upper, weighted)
+    eager, compiled = (
+        solver(SCHEMES["forward"], compile=c, problem=problem) for c in (False, True)
+    )
+    with compiled.undisturbed():
+        assert_same((eager, compiled), 3)
+        weight[0] = 3.0  # which breaks the promise: it is not seen
+        compiled.step()
+    weight[0] = 1.0
+    eager.step()
+    weight[0] = 3.0
+    assert_same((eager, compiled), 3)
+    with compiled.undisturbed():
+        weight[0] = 2.0  # before the first step: it is
+        assert_same((eager, compiled), 2)
+        with compiled.undisturbed():
+            weight[0] = 4.0
+            assert_same((eager, compiled), 2)
+        weight[0] = 5.0
+        assert_same((eager, compiled), 2)
+
+
+@graphs
+def test_what_breaks_in_an_undisturbed_step_is_told_as_ever() -> None:
+    data = ROWS.clone()
+    runs = [
+        solver(F2SA(**SETTINGS), compile=c, lower_data=(data, *LOWER_DATA[1:]), batch_size=None)
+        for c in (False, True)
+    ]
+    states = []
+    for run in runs:
+        data.copy_(ROWS)
+        with run.undisturbed(), torch.no_grad():
+            run.step()
+            run.step()
+            data[3] = float("nan")
+            with pytest.raises(NonFiniteError, match="at step 2") as caught:
+                run.step()
+        assert caught.value.state is not None
+        states.append(caught.value.state["state"])
+        assert run.state.x.leaves[0].grad is None
+    torch.testing.assert_close(states[1], states[0], rtol=1e-12, atol=1e-14)
+    data.copy_(ROWS)
+    assert_same(runs, 3)  # and it goes on from there
+
+
+@graphs
+def test_data_that_require_gradients_are_only_read() -> None:
+    rows = ROWS.clone().requires_grad_()
+    data = (rows, *LOWER_DATA[1:])
+    assert_same([solver(SCHEMES["forward"], compile=c, lower_data=data) for c in (False, True)], 3)
+    assert rows.grad is None
+
+
+@graphs
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_a_run_may_change_over_in_either_direction(order: tuple[bool, bool]) -> None:
     whole = solver(SCHEMES["independent"], compile=False)
@@ -348,6 +422,7 @@ def test_a_number_that_is_not_finite_stops_the_run(
 
 
 @graphs
+@gathered
 @pytest.mark.parametrize("bad", [2, 3])
 def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> None:
     """Each evaluation reads another row; the bad one is that of an inner step or of x."""
@@ -609,6 +684,7 @@ compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ c
 
 
 @compiler
+@gathered
 def test_kernels_take_the_steps_of_the_reference_path_in_double_precision() -> None:
     method = F2SA(**SETTINGS)
     known = solver(ReferenceF2SA(**SETTINGS), compile=False)
@@ -623,6 +699,7 @@ def test_kernels_take_the_steps_of_the_reference_path_in_double_precision() -> N
 
 
 @compiler
+@gathered
 def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
     """Softmax regression with a weight for each sample, as label cleaning has it."""
     rows, labels = ROWS.float(), torch.arange(20) % 3

@@ -240,7 +240,8 @@ def minimize(
                 raise
 
         [asked] = agreed(interrupts.asked)
-        with meter or nullcontext():
+        alone = solver.undisturbed() if callback is None else nullcontext()
+        with meter or nullcontext(), alone:
             while (k := solver.k) < steps and not asked:
                 last = k == steps - 1  # which is saved below
                 recorded = k % record_every == 0 or last

@@ -7,7 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -302,10 +302,35 @@ class Solver:
         state is then finite, in the middle of the step. (What an optimizer of the user's own makes
         of finite gradients is seen at the next evaluation.)
         """
+        if self._program is not None and self._program.closed:
+            try:
+                return self._program.step(measure=measure)
+            except BaseException as error:
+                self._broken(error)
+                raise
         with self._running():
             if self._program is not None:
                 return self._program.step(measure=measure)
             return self.method.step(self._problem, self.state, self.draw, measure=measure)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """For a loop in which nothing changes what the objectives use, save the steps themselves.
+
+        With ``compile=True`` a step asks first whether the objectives are still what was compiled:
+        a number in a closure, an attribute, a global. Inside, only the first step asks, which is
+        a tenth of the time of small steps. :func:`bilevel.minimize` without a callback does this.
+
+        Example:
+            >>> import bilevel
+            >>> problem = bilevel.problems.Quadratic(seed=0)
+            >>> solver = bilevel.Solver(problem, "f2sa", problem.x0, problem.y0)
+            >>> with solver.undisturbed():
+            ...     for _ in range(3):
+            ...         info = solver.step()
+            >>> solver.k
+            3
+        """
+        return nullcontext() if self._program is None else self._program.undisturbed()
 
     def settle(self) -> None:
         """Wait until all steps are computed.
@@ -327,10 +352,13 @@ class Solver:
             with others, self._randomness, torch.enable_grad():
                 yield
         except BaseException as error:  # an interrupt too: the next step must start clean
-            self._forget_gradients()
-            if isinstance(error, RunError):
-                error.state = self.state_dict()
+            self._broken(error)
             raise
+
+    def _broken(self, error: BaseException) -> None:
+        self._forget_gradients()
+        if isinstance(error, RunError):
+            error.state = self.state_dict()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

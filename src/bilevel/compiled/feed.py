@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel.streams import Draw, NoData, Nodes, Rows, Sample, Stream, take_rows
+from bilevel.streams import Draw, NoData, Nodes, Rows, Sample, Stream, mapped_rows, take_rows
+
+GATHERED = 1 << 23
+"""Minibatches of an outer step that have fewer bytes are gathered before it begins, on a CPU.
+
+All threads then copy whole rows, where a compiled step would look up every few numbers the row that
+they belong to. Many would be out of the caches again before they are needed.
+"""
 
 
 class Level:
@@ -32,13 +40,52 @@ class Level:
                 size = (steps, samples, stream.batch_size)
                 self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
                 self._flat = self._numbers.view(-1)
+        self._gathered: list[tuple[Tensor, Tensor]] = []
+        self._batches: list[list[Any]] = []
+
+    @property
+    def size(self) -> int:
+        """How many bytes the minibatches of an outer step have."""
+        if self._numbers is None:
+            return 0
+        assert isinstance(self._stream, Rows)
+        return self._numbers.numel() * self._stream.row_bytes
+
+    def gather_ahead(self) -> None:
+        """Have :meth:`fill` gather the rows too."""
+        if self._numbers is None:
+            return
+        steps, samples, size = self._numbers.shape
+
+        def place(column: Tensor) -> Tensor:
+            column = column.detach()  # as a graph would be kept of what was gathered
+            rows = column.new_empty((steps * samples * size, *column.shape[1:]))
+            self._gathered.append((column, rows))
+            return rows
+
+        rows = mapped_rows(place, self._rows)
+        self._batches = [
+            [
+                take_rows(rows, slice(place * size, (place + 1) * size))
+                for place in range(step * samples, (step + 1) * samples)
+            ]
+            for step in range(steps)
+        ]
 
     def fill(self) -> None:
         """Draw the minibatches of the next outer step."""
         if self._numbers is not None:
             assert isinstance(self._stream, Rows)
             steps, samples, size = self._numbers.shape
-            self._flat.copy_(self._stream.ahead(steps * samples, size))
+            numbers = self._stream.ahead(steps * samples, size)
+            if not self._gathered:
+                self._flat.copy_(numbers)
+            for column, rows in self._gathered:
+                torch.index_select(column, 0, numbers, out=rows)
+
+    def gathered(self, step: int, sample: int) -> Any:
+        """One minibatch of an evaluation, which :meth:`fill` has gathered."""
+        return self._batches[step][sample] if self._batches else self._rows
 
     def batch(self, step: Tensor, sample: int) -> Any:
         """One minibatch of the evaluation whose number is in ``step``, a tensor of one element."""
@@ -60,15 +107,41 @@ class Feed:
         nodes: for each point whether f and whether g is evaluated there.
         shared: whether all points have the same sample.
         steps: how many evaluations an outer step has.
+        device: where they are evaluated.
+        ahead: whether minibatches may be gathered ahead, if they are small enough for it.
+
+    Attributes:
+        gathered: for each evaluation its samples, where :meth:`fill` gathers them; else empty.
     """
 
-    def __init__(self, draw: Draw, nodes: Nodes, shared: bool, steps: int) -> None:
+    def __init__(
+        self,
+        draw: Draw,
+        nodes: Nodes,
+        shared: bool,
+        steps: int,
+        device: torch.device,
+        *,
+        ahead: bool,
+    ) -> None:
         self._nodes = nodes
         self._shared = shared
+        self._device = device
         self.steps = steps
         f, g = (1, 1) if shared else (sum(f for f, _ in nodes), sum(g for _, g in nodes))
         self._upper = Level(draw.upper, steps, f)
         self._lower = Level(draw.lower, steps, g)
+        levels = (self._upper, self._lower)
+        self.gathered: list[list[Sample]] = []
+        if ahead and device.type == "cpu" and 0 < sum(level.size for level in levels) <= GATHERED:
+            for level in levels:
+                level.gather_ahead()
+            self.gathered = [
+                self._samples(
+                    partial(self._upper.gathered, step), partial(self._lower.gathered, step)
+                )
+                for step in range(steps)
+            ]
 
     @staticmethod
     def possible(draw: Draw) -> bool:
@@ -80,17 +153,23 @@ class Feed:
         self._upper.fill()
         self._lower.fill()
 
+    def rest(self, done: int) -> list[list[Sample]]:
+        """The samples of the evaluations from the one of that number on."""
+        if self.gathered:
+            return self.gathered[done:]
+        steps = torch.arange(done, self.steps, device=self._device)
+        return [self.samples(step) for step in steps[:, None]]
+
     def samples(self, step: Tensor) -> list[Sample]:
         """For each point its sample in an evaluation."""
+        return self._samples(partial(self._upper.batch, step), partial(self._lower.batch, step))
+
+    def _samples(self, upper: Callable[[int], Any], lower: Callable[[int], Any]) -> list[Sample]:
         if self._shared:
-            sample = Sample(self._upper.batch(step, 0), self._lower.batch(step, 0))
-            return [sample] * len(self._nodes)
+            return [Sample(upper(0), lower(0))] * len(self._nodes)
         uppers, lowers = iter(range(len(self._nodes))), iter(range(len(self._nodes)))
         return [
-            Sample(
-                self._upper.batch(step, next(uppers)) if f else None,
-                self._lower.batch(step, next(lowers)) if g else None,
-            )
+            Sample(upper(next(uppers)) if f else None, lower(next(lowers)) if g else None)
             for f, g in self._nodes
         ]
 

@@ -96,6 +96,8 @@ class _Blocks:
         with graph.inserting_before(next(iter(reversed(self._products.values())))):
             left = _together(graph, self._left, 0)
             right = _together(graph, self._right, 1, by_rows=by_rows)
+            if by_rows and len(self._right) > 1:
+                self._share(graph, right)
             whole = _call(graph, aten.mm.default, left, right)
             for (above, beside), product in self._products.items():
                 part = _part(graph, whole, 0, self._left, above)
@@ -105,12 +107,21 @@ class _Blocks:
                 product.replace_all_uses_with(part)
                 graph.erase_node(product)
 
+    def _share(self, graph: Graph, right: Node) -> None:
+        """Let other products with one of the right factors read the copy that lies by rows."""
+        own = set(self._products.values())
+        for node in graph.nodes:
+            if _is_product(node) and node not in own:
+                _, factor = _factors(node)
+                if factor.flipped and factor in self._right and not _leads_to(node, {right}):
+                    node.args = (*node.args[:-1], _part(graph, right, 1, self._right, factor))
+
 
 def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
     """Products that are connected by factors they share, or share one, if to merge them pays."""
     groups: list[tuple[set[tuple[int, _Factor]], list[Node]]] = []
     for node in graph.nodes:
-        if node.target in PRODUCTS and not node.kwargs:
+        if _is_product(node):
             factors = set(enumerate(_factors(node)))
             touched = [group for group in groups if group[0] & factors]
             groups = [group for group in groups if group not in touched]
@@ -127,6 +138,10 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
             blocks = _Blocks([p for p in products if not _leads_to(p, others - {p})])
             if blocks.pays(wasteful):
                 yield blocks
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in PRODUCTS and not node.kwargs
 
 
 def _factors(product: Node) -> tuple[_Factor, _Factor]:

@@ -81,10 +81,10 @@ class Pieces:
         """Count from here, everything being finite."""
         self.fine.fill_(True)
         self.taken.zero_()
+        self.done.zero_()
 
     def reset(self) -> None:
         """Begin an outer step."""
-        self.done.masked_fill_(self.fine, 0)
         if self._in_parts:
             torch._foreach_zero_([*self.told.values(), *self.slope])
 
@@ -216,6 +216,7 @@ class Pieces:
                 total.copy_(whole)
         self.fine.copy_(fine)
         self.taken.add_(fine.to(torch.int64))
+        self.done.masked_fill_(fine, 0)  # the next step begins; a broken one knows how far it came
         return fine
 
 

@@ -6,8 +6,9 @@ so nothing is compiled again as they change, and all that a step writes stays at
 whole run, so that on a GPU the step is captured as one graph.
 
 The guards of ``torch.compile`` are asked once per outer step: a Python number that the objectives
-use may change between two steps, and is then compiled anew. Python that runs beside the computation
-(printing, counting calls) runs when it is traced and not again.
+use may change between two steps, and is then compiled anew. Where nothing but steps happens, they
+are asked once (:meth:`Program.undisturbed`). Python that runs beside the computation (printing,
+counting calls) runs when it is traced and not again.
 
 Whether a number is not finite is decided on the device. From the first one on nothing moves any
 more, and at the end of the step the method itself goes on from there, and says what it was. A GPU
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
@@ -32,6 +34,7 @@ from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
 from bilevel.errors import CompileWarning
 from bilevel.methods import Info, Method, State
 from bilevel.methods.f2sa import F2SA, F2SAState
+from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now
 from bilevel.problem import Problem
 from bilevel.streams import Draw, Sample
@@ -109,9 +112,15 @@ class Program:
         self._nodes = method.stencil.nodes
         self._one_part = draw.direction_batch_size is None and not method.single_pass
         feed = None
+        # whether every step runs the same code on the same tensors
+        self._planned = Feed.possible(draw) and (
+            draw.direction_batch_size in (None, "all") or method.single_pass
+        )
         if Feed.possible(draw):
             steps = method.inner_steps + self._one_part
-            feed = Feed(draw, self._nodes, method.shared, steps)
+            feed = Feed(
+                draw, self._nodes, method.shared, steps, state.x.device, ahead=self._planned
+            )
         self._feed = feed
         # all parts of a sweep over rows are views of them: the same ones every time
         self._sweep: list[list[Sample]] | None = None
@@ -129,24 +138,44 @@ class Program:
         self._report = traced(pieces.report)
 
         self._works = True
-        self._dialled: tuple[float, ...] = ()
+        self._asks = True
+        self._alone = False
+        self._dialled: Now | None = None
         self._given: list[list[Sample]] = []
         self._place: dict[str, Any] | None = None
         self._first: Ready | None = None
         self._plans: dict[bool, Phases] = {}
         self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
-        self._planned = self._sweep is not None or (
-            feed is not None and (self._one_part or method.single_pass)
-        )
         self._most_begun = MOST_BEGUN if self._planned and may_be_late(state) else 1
         self._begun: list[_Begun] = []
         self._start: dict[str, Any] = {}
+        self._sound = False
 
     @property
     def compilations(self) -> int:
         """How many times something was compiled."""
         pieces = self._inner, self._last, self._whole, self._part, self._end, self._report
         return sum(piece.compilations for piece in pieces)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the next step runs compiled code alone, which draws nothing at random."""
+        state = self._state
+        return (
+            not self._asks
+            and self._works
+            and type(state.pace) is Pace  # "auto" evaluates the objectives
+            and state.x_update.plain
+        )
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside, the guards are asked before the first step only."""
+        before, self._alone, self._asks = self._alone, True, True
+        try:
+            yield
+        finally:
+            self._alone, self._asks = before, True
 
     def step(self, *, measure: bool = True) -> Info:
         """One outer step, in place, as ``method.step``.
@@ -165,7 +194,8 @@ class Program:
             return self._method.step(self._problem, self._state, self._draw, measure=measure)
         state = self._state
         now = state.pace.at(self._problem, state, self._draw)
-        if not self._begun:
+        sound, self._sound = self._sound, False  # unless it comes to its end
+        if not self._begun and not sound:
             self._pieces.trust()
             if self._most_begun > 1:
                 self._start = self._draw.state_dict()
@@ -184,6 +214,7 @@ class Program:
         except NotCompiledError as error:
             self._give_up(error)
             complete = False
+        self._sound = complete and self._most_begun == 1
         if not complete:
             return self._go_on(self._begun.pop())
         upper_lr = now.upper
@@ -213,25 +244,32 @@ class Program:
 
     def _dial(self, now: Now) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
+        if now == self._dialled:
+            return
         upper_lr = now.upper if self._state.x_update.plain else 1.0
         lengths = [length for _, length in self._method.moves(self._state, now).lengths]
-        numbers = (now.multiplier, upper_lr, *lengths)
-        if numbers != self._dialled:
-            on_gpu = self._state.x.device.type == "cuda"
-            told = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu)
-            self._pieces.dials.copy_(told, non_blocking=True)
-            self._dialled = numbers
+        on_gpu = self._state.x.device.type == "cuda"
+        told = torch.tensor(
+            [now.multiplier, upper_lr, *lengths], dtype=torch.float64, pin_memory=on_gpu
+        )
+        self._pieces.dials.copy_(told, non_blocking=True)
+        self._dialled = now
 
     def _plan(self, measure: bool) -> Phases:
         """All that a step runs, compiled anew if the guards say so."""
+        if not self._asks and measure in self._plans:
+            return self._plans[measure]
+        self._asks = not self._alone
         first = next(iter(self._inner_steps()), None) or next(iter(self._last_step()))
         if not first.same(self._first):
             self._first = first
             self._plans.clear()
             self._graphs.clear()
         if measure not in self._plans:
-            inner, direction, last = self._phases(measure)
-            self._plans[measure] = list(inner), list(direction), list(last)
+            inner, direction, last = map(list, self._phases(measure))
+            if not any(variable.buffers for variable in (self._state.x, *self._state.points)):
+                inner, direction, last = [*inner, *direction, *last], [], []  # one go
+            self._plans[measure] = inner, direction, last
         return self._plans[measure]
 
     def _run(self, plan: Phases, measure: bool) -> None:
@@ -253,8 +291,9 @@ class Program:
         inner, direction, last = phases
         self._pieces.reset()
         _run_all(inner)
-        with buffers_kept(self._state.x, *self._state.points):
-            _run_all(direction)
+        if direction:
+            with buffers_kept(self._state.x, *self._state.points):
+                _run_all(direction)
         _run_all(last)
 
     def _phases(self, measure: bool) -> Phases:
@@ -262,14 +301,14 @@ class Program:
 
     def _inner_steps(self) -> Iterator[Ready]:
         count = self._method.inner_steps - self._method.single_pass
-        if self._feed is not None:
+        if self._feed is not None and not self._feed.gathered:
             if count:
                 with held(self._state.x):
                     ready = self._inner(None)
                 yield from repeat(ready, count)
             return
-        for _ in range(count):
-            samples = self._next_samples()
+        for step in range(count):
+            samples = self._samples_of(step)
             with held(self._state.x):
                 ready = self._inner(samples)
             yield ready
@@ -277,9 +316,8 @@ class Program:
     def _direction(self, measure: bool) -> Iterator[Ready]:
         reported = measure and bool(self._pieces.missing)
         if self._method.single_pass:
-            samples = self._next_samples()
             if reported:
-                yield self._report(samples)
+                yield self._report(self._samples_of(self._method.inner_steps - 1))
             return
         traced = self._whole if self._one_part else self._part
         for samples in self._parts():
@@ -293,23 +331,24 @@ class Program:
 
     def _last_step(self) -> Iterator[Ready]:
         if self._method.single_pass:
-            yield self._last(self._given[-1] if self._given else None)
+            yield self._last(self._samples_of(self._method.inner_steps - 1))
 
     def _parts(self) -> Iterable[Samples]:
         if self._one_part:
-            return [self._next_samples()]
+            return [self._samples_of(self._method.inner_steps)]
         if self._sweep is not None:
             return self._sweep
         if self._draw.direction_batch_size != "all":
             self._place = self._draw.state_dict()
         return self._draw.direction(self._nodes, self._method.shared)
 
-    def _next_samples(self) -> Samples:
-        """The samples of the next evaluation, kept in case the method has to go on itself."""
+    def _samples_of(self, step: int) -> Samples:
+        """The samples of an evaluation, kept in case the method has to go on itself."""
         if self._feed is not None:
-            return None
-        self._given.append(self._draw.inner(self._nodes, self._method.shared))
-        return self._given[-1]
+            return self._feed.gathered[step] if self._feed.gathered else None
+        if step == len(self._given):
+            self._given.append(self._draw.inner(self._nodes, self._method.shared))
+        return self._given[step]
 
     def _give_up(self, error: NotCompiledError) -> None:
         self._works = False
@@ -320,18 +359,18 @@ class Program:
         done = int(self._pieces.done)
         before = self._given[done:]
         if self._feed is not None:
-            places = torch.arange(done, self._feed.steps, device=self._state.x.device)
-            before = [self._feed.samples(place) for place in places[:, None]]
+            before = self._feed.rest(done)
         if self._place is not None:
             self._draw.load_state_dict(self._place)
-        return self._method.step_after(
-            done,
-            begun.now,
-            self._problem,
-            self._state,
-            Drawn(self._draw, before),
-            measure=begun.measure,
-        )
+        with torch.enable_grad():
+            return self._method.step_after(
+                done,
+                begun.now,
+                self._problem,
+                self._state,
+                Drawn(self._draw, before),
+                measure=begun.measure,
+            )
 
     def _info(self, now: Now, upper_lr: float, measure: bool) -> Info:
         state, lam = self._state, now.multiplier
@@ -354,6 +393,7 @@ class Program:
 def _run_all(readies: Iterable[Ready]) -> None:
     """One after the other, each with as many threads as are good for it."""
     every = torch.get_num_threads()
+    compiled_before = isinstance(readies, list)
     now = every
     try:
         for ready in readies:
@@ -362,7 +402,7 @@ def _run_all(readies: Iterable[Ready]) -> None:
                 torch.set_num_threads(wanted)
                 now = wanted
             ready.run()
-            if not isinstance(readies, list):  # what comes next may be compiled first
+            if not compiled_before:  # what comes next may be compiled first
                 torch.set_num_threads(every)
                 now = every
     finally:

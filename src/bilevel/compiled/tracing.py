@@ -24,12 +24,13 @@ CPU_OPTIONS: dict[str, Any] = {
     **OPTIONS,
     "cpp_wrapper": True,  # kernels are called from C++, and there is one file to compile, not ten
     "cpp_cache_precompile_headers": False,  # takes longer than to compile a few files without
+    "memory_planning": True,  # one allocation for what a call needs, not one for each part
 }
 """The same on a CPU, where the time of a call counts."""
 
 
-Code: TypeAlias = Callable[[list[Any]], Any]
-"""It takes a list, which it may empty, and returns nothing of interest."""
+Code: TypeAlias = Callable[[tuple[Any, ...]], Any]
+"""It takes the arguments together, and returns nothing of interest."""
 
 
 FEW = 1 << 24
@@ -59,7 +60,7 @@ class Ready(NamedTuple):
 
     def run(self) -> None:
         """Do it; everything happens in place."""
-        self.code(list(self.arguments))
+        self.code(self.arguments)
 
     def same(self, other: Ready | None) -> bool:
         """Whether it is the same code on the same tensors."""
@@ -230,7 +231,7 @@ def _shortest(wrapped: Callable[..., Any], kernels: list[Any], arguments: tuple[
 
     if len(kernels) == 1 and not torch._C._is_any_autocast_enabled():
         (kernel,) = kernels
-        run: Code = kernel.current_callable
+        run = kernel.current_callable
         kernel.current_callable = record
         try:
             wrapped(*arguments)
@@ -238,8 +239,22 @@ def _shortest(wrapped: Callable[..., Any], kernels: list[Any], arguments: tuple[
             kernel.current_callable = run
         same = [len(seen) for seen in handed_on] == [len(arguments)]
         if same and all(map(operator.is_, handed_on[0], arguments)):
-            return run
+            return _direct(run, arguments)
     return lambda inputs: wrapped(*inputs)
+
+
+def _direct(run: Callable[[list[Any]], Any], arguments: tuple[Any, ...]) -> Code:
+    """What is called with a list that it may empty; where that hands on to C++, the C++ itself.
+
+    What it does beside is for arguments that are no tensors, and for outputs.
+    """
+    inside = [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
+    names = [getattr(entry, "__name__", None) for entry in inside]
+    if names == ["inductor_entry_cpp"] and all(isinstance(a, torch.Tensor) for a in arguments):
+        (entry,) = inside
+        handles: Callable[..., Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+        return lambda inputs: entry(handles(inputs))
+    return lambda inputs: run(list(inputs))
 
 
 @functools.cache

@@ -154,8 +154,9 @@ def _solver(task: Task, *, compile: bool) -> Runner:
     solver = task.solver(compile=compile)
 
     def run(steps: int) -> tuple[Tensor, Tensor]:
-        for _ in range(steps):
-            solver.step(measure=False)
+        with solver.undisturbed():
+            for _ in range(steps):
+                solver.step(measure=False)
         task.synchronise()
         (x,), (y,) = solver.state.x.leaves, solver.state.solution.leaves
         return x, y
