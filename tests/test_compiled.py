@@ -51,11 +51,19 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
 graphs = pytest.mark.usefixtures("graphs_only")
 
 
-@pytest.fixture(params=["gathered ahead", "gathered in the step"])
+@pytest.fixture(params=["all together", "in groups", "one by one", "by compiled code"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are gathered before a step, as few are on a CPU, and by compiled code."""
-    if request.param == "gathered in the step":
-        monkeypatch.setattr(feed, "GATHERED", 0)
+    """Minibatches are gathered ahead, as many together as fit into the caches, or not."""
+    few = {"in groups": 700, "one by one": 0}  # bytes; an evaluation has some 250
+    if request.param in few:
+        monkeypatch.setattr(feed, "TOGETHER", few[request.param])
+    if request.param == "by compiled code":
+        prepared = feed.Feed.__init__
+
+        def unprepared(self: Any, *arguments: Any, ahead: bool) -> None:
+            prepared(self, *arguments, ahead=False)
+
+        monkeypatch.setattr(feed.Feed, "__init__", unprepared)
 
 
 gathered = pytest.mark.usefixtures("both_ways")

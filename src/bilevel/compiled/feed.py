@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.compiled.tracing import Ready
 from bilevel.streams import Draw, NoData, Nodes, Rows, Sample, Stream, mapped_rows, take_rows
 
-GATHERED = 1 << 23
-"""Minibatches of an outer step that have fewer bytes are gathered before it begins, on a CPU.
-
-All threads then copy whole rows, where a compiled step would look up every few numbers the row that
-they belong to. Many would be out of the caches again before they are needed.
-"""
+TOGETHER = 1 << 22
+"""So many bytes of minibatches are gathered together, on a CPU: they should stay in its caches."""
 
 
 class Level:
@@ -40,36 +37,32 @@ class Level:
                 size = (steps, samples, stream.batch_size)
                 self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
                 self._flat = self._numbers.view(-1)
-        self._gathered: list[tuple[Tensor, Tensor]] = []
-        self._batches: list[list[Any]] = []
+        self._slots: list[Any] = []
+        self._columns: list[tuple[Tensor, Tensor]] = []
 
     @property
     def size(self) -> int:
-        """How many bytes the minibatches of an outer step have."""
+        """How many bytes the minibatches of an evaluation have."""
         if self._numbers is None:
             return 0
         assert isinstance(self._stream, Rows)
-        return self._numbers.numel() * self._stream.row_bytes
+        return self._numbers[0].numel() * self._stream.row_bytes
 
-    def gather_ahead(self) -> None:
-        """Have :meth:`fill` gather the rows too."""
+    def make_slots(self, count: int) -> None:
+        """Make room for the minibatches of that many evaluations."""
         if self._numbers is None:
             return
-        steps, samples, size = self._numbers.shape
+        _, samples, size = self._numbers.shape
 
-        def place(column: Tensor) -> Tensor:
-            column = column.detach()  # as a graph would be kept of what was gathered
-            rows = column.new_empty((steps * samples * size, *column.shape[1:]))
-            self._gathered.append((column, rows))
+        def room(column: Tensor) -> Tensor:
+            rows = column.new_empty((count * samples * size, *column.shape[1:]))
+            self._columns.append((column, rows))
             return rows
 
-        rows = mapped_rows(place, self._rows)
-        self._batches = [
-            [
-                take_rows(rows, slice(place * size, (place + 1) * size))
-                for place in range(step * samples, (step + 1) * samples)
-            ]
-            for step in range(steps)
+        rows = mapped_rows(room, self._rows)
+        self._slots = [
+            take_rows(rows, slice(place * size, (place + 1) * size))
+            for place in range(count * samples)
         ]
 
     def fill(self) -> None:
@@ -77,15 +70,23 @@ class Level:
         if self._numbers is not None:
             assert isinstance(self._stream, Rows)
             steps, samples, size = self._numbers.shape
-            numbers = self._stream.ahead(steps * samples, size)
-            if not self._gathered:
-                self._flat.copy_(numbers)
-            for column, rows in self._gathered:
-                torch.index_select(column, 0, numbers, out=rows)
+            self._flat.copy_(self._stream.ahead(steps * samples, size))
 
-    def gathered(self, step: int, sample: int) -> Any:
-        """One minibatch of an evaluation, which :meth:`fill` has gathered."""
-        return self._batches[step][sample] if self._batches else self._rows
+    def copies(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """What to gather for the evaluations from the first to before the last.
+
+        Columns, the numbers of their rows, and where they go.
+        """
+        if self._numbers is not None:
+            numbers = self._numbers[first:last].view(-1)
+            for column, rows in self._columns:
+                yield column, numbers, rows[: len(numbers)]
+
+    def slot(self, place: int, sample: int) -> Any:
+        """One minibatch of the evaluation that has its rows at that place."""
+        if self._numbers is None:
+            return self._rows
+        return self._slots[place * self._numbers.shape[1] + sample]
 
     def batch(self, step: Tensor, sample: int) -> Any:
         """One minibatch of the evaluation whose number is in ``step``, a tensor of one element."""
@@ -108,10 +109,12 @@ class Feed:
         shared: whether all points have the same sample.
         steps: how many evaluations an outer step has.
         device: where they are evaluated.
-        ahead: whether minibatches may be gathered ahead, if they are small enough for it.
+        ahead: whether minibatches may be gathered before they are needed. On a CPU they are: whole
+            rows are copied, by all threads, where compiled code would look up every few numbers
+            which row they belong to.
 
     Attributes:
-        gathered: for each evaluation its samples, where :meth:`fill` gathers them; else empty.
+        together: of how many evaluations the minibatches are gathered together; 0: of none.
     """
 
     def __init__(
@@ -132,16 +135,16 @@ class Feed:
         self._upper = Level(draw.upper, steps, f)
         self._lower = Level(draw.lower, steps, g)
         levels = (self._upper, self._lower)
-        self.gathered: list[list[Sample]] = []
-        if ahead and device.type == "cpu" and 0 < sum(level.size for level in levels) <= GATHERED:
+        size = sum(level.size for level in levels)
+        self.together = 0
+        if ahead and size and device.type == "cpu":
+            self.together = min(steps, max(1, TOGETHER // size))
             for level in levels:
-                level.gather_ahead()
-            self.gathered = [
-                self._samples(
-                    partial(self._upper.gathered, step), partial(self._lower.gathered, step)
-                )
-                for step in range(steps)
-            ]
+                level.make_slots(self.together)
+        self._gathered = [
+            self._samples(partial(self._upper.slot, place), partial(self._lower.slot, place))
+            for place in range(self.together)
+        ]
 
     @staticmethod
     def possible(draw: Draw) -> bool:
@@ -153,10 +156,23 @@ class Feed:
         self._upper.fill()
         self._lower.fill()
 
+    def gathering(self, step: int) -> Ready | None:
+        """What has to be run before an evaluation so that its :meth:`gathered` samples are there.
+
+        None: that was done for an earlier one.
+        """
+        if not self.together or step % self.together:
+            return None
+        last = min(step + self.together, self.steps)
+        copies = (copy for level in (self._upper, self._lower) for copy in level.copies(step, last))
+        return Ready(_gather, tuple(copies))
+
+    def gathered(self, step: int) -> list[Sample]:
+        """For each point its sample in an evaluation, at a place that stays the same."""
+        return self._gathered[step % self.together]
+
     def rest(self, done: int) -> list[list[Sample]]:
         """The samples of the evaluations from the one of that number on."""
-        if self.gathered:
-            return self.gathered[done:]
         steps = torch.arange(done, self.steps, device=self._device)
         return [self.samples(step) for step in steps[:, None]]
 
@@ -172,6 +188,11 @@ class Feed:
             Sample(upper(next(uppers)) if f else None, lower(next(lowers)) if g else None)
             for f, g in self._nodes
         ]
+
+
+def _gather(copies: tuple[tuple[Tensor, Tensor, Tensor], ...]) -> None:
+    for column, numbers, rows in copies:
+        torch.index_select(column, 0, numbers, out=rows)
 
 
 class Drawn(Draw):

@@ -260,7 +260,7 @@ class Program:
         if not self._asks and measure in self._plans:
             return self._plans[measure]
         self._asks = not self._alone
-        first = next(iter(self._inner_steps()), None) or next(iter(self._last_step()))
+        first = self._first_evaluation()
         if not first.same(self._first):
             self._first = first
             self._plans.clear()
@@ -301,24 +301,28 @@ class Program:
 
     def _inner_steps(self) -> Iterator[Ready]:
         count = self._method.inner_steps - self._method.single_pass
-        if self._feed is not None and not self._feed.gathered:
-            if count:
-                with held(self._state.x):
-                    ready = self._inner(None)
-                yield from repeat(ready, count)
+        if self._feed is not None and not self._feed.together and count:
+            yield from repeat(self._inner_step(0), count)
             return
         for step in range(count):
-            samples = self._samples_of(step)
-            with held(self._state.x):
-                ready = self._inner(samples)
-            yield ready
+            yield from self._gathering(step)
+            yield self._inner_step(step)
+
+    def _inner_step(self, step: int) -> Ready:
+        samples = self._samples_of(step)
+        with held(self._state.x):
+            return self._inner(samples)
 
     def _direction(self, measure: bool) -> Iterator[Ready]:
         reported = measure and bool(self._pieces.missing)
         if self._method.single_pass:
+            last = self._method.inner_steps - 1
+            yield from self._gathering(last)
             if reported:
-                yield self._report(self._samples_of(self._method.inner_steps - 1))
+                yield self._report(self._samples_of(last))
             return
+        if self._one_part:
+            yield from self._gathering(self._method.inner_steps)
         traced = self._whole if self._one_part else self._part
         for samples in self._parts():
             if reported:
@@ -333,6 +337,12 @@ class Program:
         if self._method.single_pass:
             yield self._last(self._samples_of(self._method.inner_steps - 1))
 
+    def _first_evaluation(self) -> Ready:
+        """What is evaluated first: with these guards the whole step stands or falls."""
+        if self._method.inner_steps > self._method.single_pass:
+            return self._inner_step(0)
+        return next(self._last_step())
+
     def _parts(self) -> Iterable[Samples]:
         if self._one_part:
             return [self._samples_of(self._method.inner_steps)]
@@ -342,10 +352,15 @@ class Program:
             self._place = self._draw.state_dict()
         return self._draw.direction(self._nodes, self._method.shared)
 
+    def _gathering(self, step: int) -> Iterator[Ready]:
+        """What has to be gathered before an evaluation."""
+        if self._feed is not None and (ready := self._feed.gathering(step)) is not None:
+            yield ready
+
     def _samples_of(self, step: int) -> Samples:
         """The samples of an evaluation, kept in case the method has to go on itself."""
         if self._feed is not None:
-            return self._feed.gathered[step] if self._feed.gathered else None
+            return self._feed.gathered(step) if self._feed.together else None
         if step == len(self._given):
             self._given.append(self._draw.inner(self._nodes, self._method.shared))
         return self._given[step]
