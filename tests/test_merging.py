@@ -84,6 +84,43 @@ def test_values_stay_and_products_are_fewer(
     assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == products
 
 
+MANY = torch.randn(200, 7)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (both_copies, [(5, 200)]),
+        (with_gradients, [(5, 200), (5, 7)]),
+        (not_transposed, [(5, 200)]),
+        (with_bias, [(5, 200)]),
+        (nothing_in_common, [(3, 200), (3, 200)]),
+        (scaled, [(200, 3), (2, 200)]),
+        (samples_of_both_levels, [(5, 200), (4, 3)]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_few_columns_of_many_rows_are_computed_one_by_one(
+    function: Callable[..., tuple[Tensor, ...]], shapes: list[tuple[int, int]]
+) -> None:
+    traced = make_fx(function, tracing_mode="fake")(MANY, Y, Z)
+    merge_products(traced, wasteful=False)
+    traced.graph.lint()
+    torch.testing.assert_close(traced(MANY, Y, Z), function(MANY, Y, Z))
+    found = [n.meta["val"].shape for n in traced.graph.nodes if n.target in PRODUCTS]
+    assert sorted(map(tuple, found)) == sorted(shapes)
+
+
+def test_what_counts_on_how_tensors_lie_is_left_alone() -> None:
+    def diagonal(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return (a @ y.T).as_strided((3,), (4,)), a @ z.T
+
+    for a in (A, MANY):
+        traced = make_fx(diagonal, tracing_mode="fake")(a, Y, Z)
+        merge_products(traced, wasteful=False)
+        torch.testing.assert_close(traced(a, Y, Z), diagonal(a, Y, Z))
+
+
 def test_on_a_gpu_a_block_that_nobody_asked_for_is_computed_too() -> None:
     traced = make_fx(samples_of_both_levels, tracing_mode="fake")(A, Y, Z)
     merge_products(traced, wasteful=True)

@@ -10,6 +10,10 @@ GPU, where a small product takes as long as it takes to begin one, it pays too w
 computed that nobody asked for: with the trusted samples T in f,
 
     [A; T] [y z] = [Ay Az; Ty *].
+
+On a CPU it also matters how the result lies. Logits of many samples and few classes, Ay, are computed
+as (y'A')', class by class: the product is faster, and so is all that follows, which then goes through
+as many samples at a time as the processor takes together, where a row of ten logits fills no register.
 """
 
 from __future__ import annotations
@@ -27,13 +31,21 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 SMALL = 1 << 22
 """Products whose factors have fewer entries take, on a GPU, hardly longer than nothing."""
 
+MANY_ROWS, FEW_COLUMNS = 128, 32
+"""What has so many rows and no more columns is computed column by column, on a CPU."""
+
 
 def merge_products(module: GraphModule, *, wasteful: bool) -> None:
     """Rewrite the graph, in place; ``wasteful``: also where blocks are computed for nothing."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
+    if any(node.target is aten.as_strided.default for node in module.graph.nodes):
+        return  # it counts on how tensors lie
     while (blocks := next(_mergeable(module.graph, wasteful), None)) is not None:
         blocks.merge(module.graph, by_rows=not wasteful)
+        stable_topological_sort(module.graph)
+    if not wasteful:
+        _turn_tall(module.graph)
         stable_topological_sort(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -59,6 +71,10 @@ class _Factor(NamedTuple):
     def size(self) -> int:
         return int(self.matrix.meta["val"].numel())
 
+    def turned(self, graph: Graph) -> Node:
+        """Its transpose."""
+        return self.matrix if self.flipped else _flip(graph, self.matrix)
+
 
 class _Blocks:
     """Products L_i R_j as blocks of one.
@@ -71,6 +87,7 @@ class _Blocks:
         self._products = {_factors(product): product for product in products}
         self._left = list(dict.fromkeys(left for left, _ in self._products))
         self._right = list(dict.fromkeys(right for _, right in self._products))
+        self._sides = (self._left, self._right)
 
     def pays(self, wasteful: bool) -> bool:
         """Whether to merge them saves time."""
@@ -87,16 +104,22 @@ class _Blocks:
             and 2 * len(self._products) > len(self._left) * len(self._right)
         )
 
+    @property
+    def _tall(self) -> bool:
+        rows, columns = (sum(f.length(dim) for f in side) for dim, side in enumerate(self._sides))
+        return _is_tall(rows, columns)
+
     def merge(self, graph: Graph, *, by_rows: bool) -> None:
         """Put one product in the place of several.
 
-        With ``by_rows`` the right factors are copied so that they lie by rows, which is how the
-        products of a CPU are fastest.
+        With ``by_rows`` the factors are copied so that they lie by rows, which is how the products
+        of a CPU are fastest; but not those on the right of what will be turned.
         """
+        right_by_rows = by_rows and not self._tall
         with graph.inserting_before(next(iter(reversed(self._products.values())))):
-            left = _together(graph, self._left, 0)
-            right = _together(graph, self._right, 1, by_rows=by_rows)
-            if by_rows and len(self._right) > 1:
+            left = _together(graph, self._left, 0, by_rows=by_rows)
+            right = _together(graph, self._right, 1, by_rows=right_by_rows)
+            if right_by_rows and len(self._right) > 1:
                 self._share(graph, right)
             whole = _call(graph, aten.mm.default, left, right)
             for (above, beside), product in self._products.items():
@@ -138,6 +161,25 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
             blocks = _Blocks([p for p in products if not _leads_to(p, others - {p})])
             if blocks.pays(wasteful):
                 yield blocks
+
+
+def _turn_tall(graph: Graph) -> None:
+    """Compute products of many rows and few columns column by column."""
+    for node in [node for node in graph.nodes if _is_product(node)]:
+        left, right = _factors(node)
+        if not _is_tall(left.length(0), right.length(1)):
+            continue
+        with graph.inserting_before(node):
+            turned = _call(graph, aten.mm.default, right.turned(graph), left.turned(graph))
+            result = _flip(graph, turned)
+            if node.target is aten.addmm.default:
+                result = _call(graph, aten.add.Tensor, result, node.args[0])
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _is_tall(rows: int, columns: int) -> bool:
+    return rows >= MANY_ROWS and columns <= min(FEW_COLUMNS, rows // 8)
 
 
 def _is_product(node: Node) -> bool:
