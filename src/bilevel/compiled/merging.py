@@ -11,9 +11,9 @@ computed that nobody asked for: with the trusted samples T in f,
 
     [A; T] [y z] = [Ay Az; Ty *].
 
-On a CPU it also matters how the result lies. Logits of many samples and few classes, Ay, are computed
-as (y'A')', class by class: the product is faster, and so is all that follows, which then goes through
-as many samples at a time as the processor takes together, where a row of ten logits fills no register.
+On a CPU it also matters how the result lies. Logits of many samples and few classes, Ay, are
+computed as (y'A')', class by class: the product is faster, and so is all that follows, which then
+takes as many samples at a time as fill a register, where a row of ten logits does not.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def solve(
         seed=seed,
         compile=compile,
     )
-    while True:
-        for _ in range(chunk):
-            solver.step(measure=False)
-        yield weight(solver.x).numpy()
+    with solver.undisturbed():
+        while True:
+            for _ in range(chunk):
+                solver.step(measure=False)
+            yield weight(solver.x).numpy()
