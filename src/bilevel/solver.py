@@ -302,7 +302,7 @@ class Solver:
         state is then finite, in the middle of the step. (What an optimizer of the user's own makes
         of finite gradients is seen at the next evaluation.)
         """
-        if self._program is not None and self._program.closed:
+        if self._program is not None and self._program.closed:  # the rest is for what it is not
             try:
                 return self._program.step(measure=measure)
             except BaseException as error:

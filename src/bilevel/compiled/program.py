@@ -138,6 +138,8 @@ class Program:
         self._report = traced(pieces.report)
 
         self._works = True
+        # "auto" evaluates the objectives, and an optimizer may do anything
+        self._simple = type(state.pace) is Pace and state.x_update.plain
         self._asks = True
         self._alone = False
         self._dialled: Now | None = None
@@ -160,13 +162,7 @@ class Program:
     @property
     def closed(self) -> bool:
         """Whether the next step runs compiled code alone, which draws nothing at random."""
-        state = self._state
-        return (
-            not self._asks
-            and self._works
-            and type(state.pace) is Pace  # "auto" evaluates the objectives
-            and state.x_update.plain
-        )
+        return self._simple and self._works and not self._asks
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -244,7 +240,7 @@ class Program:
 
     def _dial(self, now: Now) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
-        if now == self._dialled:
+        if now is self._dialled or now == self._dialled:
             return
         upper_lr = now.upper if self._state.x_update.plain else 1.0
         lengths = [length for _, length in self._method.moves(self._state, now).lengths]
@@ -294,7 +290,8 @@ class Program:
         if direction:
             with buffers_kept(self._state.x, *self._state.points):
                 _run_all(direction)
-        _run_all(last)
+        if last:
+            _run_all(last)
 
     def _phases(self, measure: bool) -> Phases:
         return self._inner_steps(), self._direction(measure), self._last_step()
@@ -411,12 +408,12 @@ def _run_all(readies: Iterable[Ready]) -> None:
     compiled_before = isinstance(readies, list)
     now = every
     try:
-        for ready in readies:
-            wanted = 1 if ready.alone else every
+        for code, arguments, alone in readies:
+            wanted = 1 if alone else every
             if wanted != now:
                 torch.set_num_threads(wanted)
                 now = wanted
-            ready.run()
+            code(arguments)
             if not compiled_before:  # what comes next may be compiled first
                 torch.set_num_threads(every)
                 now = every

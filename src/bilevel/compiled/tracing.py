@@ -52,15 +52,14 @@ class NotCompiledError(Exception):
 
 
 class Ready(NamedTuple):
-    """Compiled code, what it is called with, and whether it is better run by one thread."""
+    """Compiled code, what it is called with, and whether it is better run by one thread.
+
+    Everything happens in place.
+    """
 
     code: Code
     arguments: tuple[Any, ...]
     alone: bool = False
-
-    def run(self) -> None:
-        """Do it; everything happens in place."""
-        self.code(self.arguments)
 
     def same(self, other: Ready | None) -> bool:
         """Whether it is the same code on the same tensors."""

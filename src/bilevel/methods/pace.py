@@ -62,16 +62,22 @@ class Pace:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._shares = {"lower": 1.0, "upper": 1.0}
+        self._changes = True
         self.now: Now | None = None
         """The step sizes of the last step."""
 
     def at(self, problem: Problem, state: State, draw: Draw) -> Now:
         """The step sizes of the step that the state is about to take."""
-        return self._shortened(self._rates.at(state.k, state.multiplier))
+        if self.now is None or self._changes:
+            self._shortened(self._rates.at(state.k, state.multiplier))
+            self._changes = not self._rates.constant
+        assert self.now is not None
+        return self.now
 
     def slow_down(self, level: str) -> None:
         """Halve the steps of x ("upper") or of y ("lower") from now on."""
         self._shares[level] /= 2
+        self._changes = True
 
     def _shortened(self, now: Now) -> Now:
         lower, upper = self._shares["lower"], self._shares["upper"]
@@ -89,6 +95,7 @@ class Pace:
         if "curvatures" in state:
             raise StateError("the state was saved with 'auto' steps, but here they are given")
         self._shares = dict(state["shares"])
+        self._changes = True
 
 
 class MeasuredPace(Pace):

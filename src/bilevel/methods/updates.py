@@ -63,6 +63,11 @@ class Rates:
     lower: Schedule | None
     upper: Schedule | None
 
+    @property
+    def constant(self) -> bool:
+        """Whether they are the same at every k."""
+        return all(isinstance(schedule, Constant | None) for schedule in vars(self).values())
+
     def at(self, k: int, before: float) -> Now:
         """All of them at k; ``before`` is the multiplier of the step before."""
         lower = _at("lower_lr", self.lower, k)

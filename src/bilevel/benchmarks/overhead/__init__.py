@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -151,17 +151,22 @@ def contestants() -> Mapping[str, Callable[[Task], Runner]]:
 
 
 def _solver(task: Task, *, compile: bool) -> Runner:
-    solver = task.solver(compile=compile)
+    """Nobody disturbs it between its steps, from the first to the last."""
 
-    def run(steps: int) -> tuple[Tensor, Tensor]:
+    def stepping() -> Generator[tuple[Tensor, Tensor], int, None]:
+        solver = task.solver(compile=compile)
         with solver.undisturbed():
-            for _ in range(steps):
-                solver.step(measure=False)
-        task.synchronise()
-        (x,), (y,) = solver.state.x.leaves, solver.state.solution.leaves
-        return x, y
+            steps = yield task.problem.x0, task.problem.y0
+            while True:
+                for _ in range(steps):
+                    solver.step(measure=False)
+                task.synchronise()
+                (x,), (y,) = solver.state.x.leaves, solver.state.solution.leaves
+                steps = yield x, y
 
-    return run
+    run = stepping()
+    next(run)
+    return run.send
 
 
 def _turned(names: list[str], by: int) -> Iterator[str]:
