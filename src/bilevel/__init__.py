@@ -7,6 +7,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 :func:`check_hypergradient`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bilevel import (
@@ -96,8 +97,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs more than PyTorch and NumPy is imported when it is first asked for."""
-    if name == "LabelCleaner":
-        from bilevel.cleaning import LabelCleaner
-
-        return LabelCleaner
+    if name in ("LabelCleaner", "cleaning"):
+        cleaning = import_module("bilevel.cleaning")
+        return cleaning if name == "cleaning" else cleaning.LabelCleaner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

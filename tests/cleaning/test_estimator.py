@@ -165,6 +165,12 @@ def test_sparse_features_are_never_made_dense() -> None:
     assert right > 0.9
 
 
+def test_the_package_knows_its_cleaning() -> None:
+    code = "import bilevel; print(bilevel.cleaning.load_model.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "load_model"
+
+
 def test_index_of_a_frame_is_kept(insects: Insects) -> None:
     frame = pd.DataFrame(insects.X, index=[f"row {i}" for i in range(460)], columns=list("abcd"))
     cleaner = LabelCleaner(max_steps=2).fit(frame, pd.Series(insects.y, index=frame.index))

@@ -14,7 +14,8 @@ mean divided by its root mean square over ten steps.
 Safeguards: no step is more than twice as long as the longest so far, the first being 0.2%
 of ||x||; where the direction turns round and grows, the step is halved at once; where the gain that
 a step promises, eta ||d||^2, is nothing beside those before it, the step grows no more; and a step
-with which F was found to rise (:class:`bilevel.methods.pace.Lookout`) is not soon taken again.
+after which the direction turned round and was four times as long, or with which F was found to rise
+(:class:`bilevel.methods.pace.Lookout`), is not soon taken again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SURE = 0.3
 FIRST_STEP = 2e-3
 LONGEST_REST = 16
 NOTHING = 1e-6
+OVERSHOT = 4.0
 
 
 class AdaptiveUpdate(Update):
@@ -97,7 +99,7 @@ class AdaptiveUpdate(Update):
             return 0.0
         if way > 0 and n["last"] > 0:
             # not way**2, which may be 0 where way is not
-            self._learn(-n["last"] * inner / way / way, grew=norm > n["norm"])
+            self._learn(-n["last"] * inner / way / way, growth=norm / n["norm"])
         if n["longest"] == 0:
             entries = sum(leaf.numel() for leaf in self._variable.leaves)
             n["longest"] = FIRST_STEP / 2 * (size or math.sqrt(entries)) / self._unit
@@ -109,8 +111,8 @@ class AdaptiveUpdate(Update):
         n["gained"] += length * norm
         return length / norm
 
-    def _learn(self, rho: float, grew: bool) -> None:
-        """Change the rate by what is left of the last direction."""
+    def _learn(self, rho: float, growth: float) -> None:
+        """Change the rate by what is left of the last direction, which became so much longer."""
         n, unit = self._numbers, self._unit
         keep = 0.8 ** (1 / unit)
         n["left"] = keep * n["left"] + (1 - keep) * min(max(1 - rho, -2.0), 4.0)
@@ -125,8 +127,10 @@ class AdaptiveUpdate(Update):
         if left < 1 and n["square"] > 0:
             sure = n["mean"] / math.sqrt(n["square"] * n["weight"])
             factor = max(factor, math.exp(SURE_GROWTH * max(0.0, sure - SURE)))
-        if rho < -0.5 and grew:
+        if rho < -0.5 and growth > 1:
             factor = 0.5
+            if growth > OVERSHOT:
+                n["ceiling"] = min(n["ceiling"], n["last"] / 2)
         if n["last"] * n["norm"] ** 2 < NOTHING * n["gained"]:
             factor = min(factor, 1.0)
         factor = max(factor, 0.5)

@@ -271,10 +271,11 @@ class Lookout:
 
         F(x) ~ f(x, that copy).
 
-    If this is above the lowest value seen by more than a tenth of what was gained, x goes back to
-    where it was lowest, rests there until the copies have caught up, and goes on with half the
-    step. With minibatches the sample is eight of them, which is not all there is; then only a value
-    half as much again as the first counts as worse.
+    If this is above the lowest value seen by more than a tenth of what was gained, and still is
+    when the lowest is computed anew, x goes back to where it was lowest, rests there until the
+    copies have caught up, and goes on with half the step. With minibatches the sample is eight of
+    them, which is not all there is; then only a value half as much again as the first counts as
+    worse.
     """
 
     def __init__(self, x: Variable, y: Variable, update: AdaptiveUpdate, problem: Problem) -> None:
@@ -291,23 +292,34 @@ class Lookout:
             return
         if self._update.resting:
             return
-        x = state.x
-        sample = draw.lower.probe()
-        lower = _value_of(problem.g, x, sample, problem.mean)
-        if lower(state.solution) < lower(self._copy):
-            self._copy.assign(state.solution)
-        self._solve(slope_of(problem.g, x, sample, problem.mean), lower)
-        value = _value_of(problem.f, x, draw.upper.probe(), problem.mean)(self._copy)
+        x, exact = state.x, draw.lower.deterministic and draw.upper.deterministic
+        value = self._value(problem, x, state.solution, draw)
         if math.isnan(self._first):
             self._first = value
+        if not value <= self._limit(exact):
+            # the copy was less exact when the lowest value was seen: once more, with this one
+            here = [tensor.detach().clone() for tensor in (*x.leaves, *x.buffers)]
+            x.assign(self._best)
+            self._lowest = self._value(problem, x, self._copy, draw)
+            if not value <= self._limit(exact):
+                self._update.back_off()
+                state.displaced()
+                return
+            with torch.no_grad():
+                torch._foreach_copy_([*x.leaves, *x.buffers], here)
         if value <= self._lowest:
             self._lowest = value
             self._best.assign(x)
             self._update.confirmed()
-        elif not value <= self._limit(draw.lower.deterministic and draw.upper.deterministic):
-            x.assign(self._best)
-            self._update.back_off()
-            state.displaced()
+
+    def _value(self, problem: Problem, x: Variable, near: Variable, draw: Draw) -> float:
+        """F(x), from a few steps of the copy, or of what is near if that solves g better."""
+        sample = draw.lower.probe()
+        lower = _value_of(problem.g, x, sample, problem.mean)
+        if lower(near) < lower(self._copy):
+            self._copy.assign(near)
+        self._solve(slope_of(problem.g, x, sample, problem.mean), lower)
+        return _value_of(problem.f, x, draw.upper.probe(), problem.mean)(self._copy)
 
     def _limit(self, exact: bool) -> float:
         """Above which F is worse."""
