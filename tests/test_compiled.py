@@ -235,7 +235,7 @@ def test_modules_trees_and_buffers(name: str) -> None:
         decay = sum((p**2).sum() for p in net.parameters()) + (shift**2).sum()
         return (x["weights"][batch[2]].sigmoid() * errors).mean() + x["decay"][0].exp() * decay
 
-    with pytest.warns(CompileWarning, match="buffers that the copies of a module have"):
+    with pytest.warns(CompileWarning, match="a module holds buffers"):
         runs = [
             Solver(
                 Problem(f, g), SCHEMES[name], x0, y0,
