@@ -15,6 +15,14 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels",
+        action="store_true",
+        help="compile everything in test_compiled.py down to kernels: five minutes",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Modules that a test builds begin at the same weights, whatever ran before it."""

@@ -1,7 +1,8 @@
 """Compiled steps: the same iterates, and the same run where something cannot be compiled.
 
 Most tests trace the steps and then run the traced graphs as they are, because a compiler takes
-seconds for each; that kernels made of them compute the same is tested at the end.
+seconds for each; that kernels made of them compute the same is tested at the end, and of all with
+``pytest --kernels``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,9 +45,10 @@ def _run_graph(
 
 
 @pytest.fixture
-def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are traced, and the graphs are run as they are."""
-    monkeypatch.setattr(tracing, "compile_graph", _run_graph)
+    if not request.config.getoption("--kernels"):
+        monkeypatch.setattr(tracing, "compile_graph", _run_graph)
 
 
 graphs = pytest.mark.usefixtures("graphs_only")
@@ -218,12 +221,11 @@ class Net(nn.Module):
         return out
 
 
-@graphs
-@pytest.mark.parametrize("name", ["forward", "single pass"])
-def test_modules_trees_and_buffers(name: str) -> None:
+def modules_and_numbers(method: Any) -> list[Solver]:
+    """The same run without and with compile: a module with buffers, and numbers of no dimension."""
     torch.manual_seed(0)
     x0 = {"weights": torch.zeros(20, dtype=torch.float64), "decay": [torch.tensor(-2.0).double()]}
-    y0 = (Net(), torch.zeros(1, dtype=torch.float64))
+    y0 = (Net(), torch.tensor(0.0).double())
 
     def f(x: Any, y: Any, batch: Any) -> Tensor:
         net, shift = y
@@ -232,18 +234,24 @@ def test_modules_trees_and_buffers(name: str) -> None:
     def g(x: Any, y: Any, batch: Any) -> Tensor:
         net, shift = y
         errors = (net(batch[0]) + shift - batch[1]) ** 2
-        decay = sum((p**2).sum() for p in net.parameters()) + (shift**2).sum()
+        decay = sum((p**2).sum() for p in net.parameters()) + shift**2
         return (x["weights"][batch[2]].sigmoid() * errors).mean() + x["decay"][0].exp() * decay
 
-    with pytest.warns(CompileWarning, match="a module holds buffers"):
-        runs = [
-            Solver(
-                Problem(f, g), SCHEMES[name], x0, y0,
-                upper_data=UPPER_DATA, lower_data=LOWER_DATA, batch_size=4, compile=c,
-            )
-            for c in (False, True)
-        ]  # fmt: skip
+    return [
+        Solver(
+            Problem(f, g), method, x0, y0,
+            upper_data=UPPER_DATA, lower_data=LOWER_DATA, batch_size=4, compile=c,
+        )
+        for c in (False, True)
+    ]  # fmt: skip
+
+
+@graphs
+@pytest.mark.parametrize("name", ["forward", "single pass"])
+def test_modules_trees_and_buffers(name: str) -> None:
+    runs = modules_and_numbers(SCHEMES[name])
     assert_same(runs, 6, rtol=1e-9)
+    program(runs[1])
     assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
 
 
@@ -261,6 +269,37 @@ def test_rates_and_multiplier_change_without_compiling_again() -> None:
     first = program(runs[1]).compilations
     assert_same(runs, 20)
     assert program(runs[1]).compilations == first
+
+
+@graphs
+@pytest.mark.parametrize("level", ["x", "y"])
+@pytest.mark.parametrize("undisturbed", [False, True])
+def test_what_looks_at_values_is_not_compiled(level: str, undisturbed: bool) -> None:
+    """Torch knows the values of some tensors when it traces; they move while nobody asks."""
+
+    def g(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        number = x if level == "x" else y
+        return (2 if number.item() < -1 else 1) * (y - x) ** 2
+
+    x0, y0 = torch.tensor(-2.0).double(), torch.tensor(-3.0).double()
+    method = F2SA(inner_steps=3, lower_lr=0.05, upper_lr=0.1, multiplier=10.0)
+    runs = [
+        Solver(Problem(lambda x, y, batch: (y - 1) ** 2, g), method, x0, y0, compile=c)
+        for c in (False, True)
+    ]
+
+    def take_steps(run: Solver) -> None:
+        with run.undisturbed() if undisturbed else nullcontext():
+            for _ in range(8):
+                run.step()
+
+    take_steps(runs[0])
+    with pytest.warns(CompileWarning, match="look at the value of a tensor"):
+        take_steps(runs[1])
+    assert float(runs[0].x) > -1
+    assert float(runs[0].y) > -1
+    assert torch.equal(runs[0].x, runs[1].x)
+    assert torch.equal(runs[0].y, runs[1].y)
 
 
 @graphs
@@ -582,7 +621,7 @@ class _Cliff:
     """g is not a number any more where x is beyond a point."""
 
     def __call__(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
-        return lower(x, y, batch) + torch.sqrt(0.5 - x.abs().max()) * 0
+        return lower(x, y, batch) + torch.sqrt(0.5 - x.abs().max()).clamp(max=0)
 
 
 @graphs
@@ -738,6 +777,36 @@ def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
     program(runs[1])
     for a, b in zip(numbers([runs[1].x, runs[1].y]), numbers([runs[0].x, runs[0].y]), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@compiler
+def test_kernels_move_modules_with_buffers_and_numbers_of_no_dimension() -> None:
+    """Of a second trace torch would leave out what is written to the latter."""
+    runs = modules_and_numbers(SCHEMES["forward"])
+    assert_same(runs, 6, rtol=1e-9)
+    program(runs[1])
+    assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
+    assert runs[1].x["decay"][0] != -2
+    assert runs[1].y[1] != 0
+
+
+@compiler
+def test_the_list_of_another_trace_leaves_nothing_out() -> None:
+    """Torch numbers what it keeps of tensors, in a range that all functions share."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    for number in range(1000):
+        TensorifyState.specialize(f"zf{number}")
+    x0, y0 = torch.tensor(-2.0).double(), torch.tensor(3.0).double()
+    runs = [
+        Solver(
+            Problem(lambda x, y, batch: (y - 1) ** 2, lambda x, y, batch: (y - x) ** 2),
+            F2SA(**SETTINGS), x0, y0, compile=c,
+        )
+        for c in (False, True)
+    ]  # fmt: skip
+    assert_same(runs, 6)
+    assert program(runs[1])
 
 
 @compiler

@@ -465,8 +465,8 @@ class Switch:
             return value + math.inf if self.on else value
 
         def break_gradient(variable: Tensor) -> Tensor:
-            """0 with a gradient that is not a number."""
-            return torch.sqrt(0 * variable).sum() if self.on else 0 * variable.sum()
+            """0 with a gradient that is not a number: inf - inf."""
+            return torch.sqrt(variable - variable).sum() if self.on else 0 * variable.sum()
 
         at_y = False  # an evaluation is f at y, g at y, g at z
 

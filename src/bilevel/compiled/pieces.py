@@ -66,7 +66,7 @@ class Pieces:
             _name(level, y): (level, y)
             for level, y in (("upper", solution), ("lower", solution), ("lower", penalised))
         }
-        self.told = {  # not 0-dimensional: as such, torch.compile may take them for constants
+        self.told = {  # not 0-dimensional: torch.compile would guard their values
             name: torch.zeros(1, dtype=torch.float64, device=device) for name in (*wanted, "norm")
         }
         known = {

@@ -67,8 +67,6 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
         reason = "chunk_size takes minibatches apart, which a compiled step takes whole"
     elif any(any(variable.by_rows) for variable in (state.x, state.solution)):
         reason = "the rows of a table are gathered and scattered by code of their own"
-    elif any(variable.buffers for variable in (state.x, state.solution)):
-        reason = "a module holds buffers, with which compiled code was seen to compute wrongly"
     elif tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         reason = f"torch is {torch.__version__}, and {'.'.join(map(str, OLDEST_TORCH))} is needed"
     elif state.x.device.type not in ("cpu", "cuda"):

@@ -7,13 +7,17 @@ import operator
 import subprocess
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch._guards import TracingContext
 
 from bilevel.compiled.merging import merge_products
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the guards have looked at every size
@@ -110,6 +114,7 @@ class Traced:
         with (
             # numbers are taken as they are: to find out which may vary takes another trace
             torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True),
+            _nothing_left_out(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what torch says to itself while it compiles
@@ -140,6 +145,11 @@ class _Backend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if _outputs(graph):
             raise NotCompiledError("the objectives keep tensors beside what they return")
+        fake_mode = TracingContext.get().fake_mode
+        assert fake_mode is not None
+        assert fake_mode.shape_env is not None
+        _refuse_values(graph, fake_mode.shape_env)
+        _forestall_second_trace(fake_mode.shape_env)
         compiled = compile_graph(graph, inputs, _cpu_options() if self._on_cpu else OPTIONS)
         self.compilations += 1
         found: Compiled | None = None
@@ -152,6 +162,46 @@ class _Backend:
             return ()
 
         return get_ready
+
+
+@contextmanager
+def _nothing_left_out() -> Iterator[None]:
+    """Inside, torch keeps no list of values that a second trace is to take for constants.
+
+    Of a float64 tensor without a dimension on a CPU torch keeps what its ``item()`` would be, and
+    where nobody asks for it traces a second time. In this the last thing written to the tensor is
+    left out, such as a step that moves it (seen with torch 2.13). The list outlives a trace, and
+    may be that of another function.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    TensorifyState.clear()
+    try:
+        yield
+    finally:
+        TensorifyState.clear()
+
+
+def _refuse_values(graph: torch.fx.GraphModule, shapes: ShapeEnv) -> None:
+    """Refuse a graph that holds for certain values of tensors: they move between two guards."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    numbers = (node.meta.get("example_value") for node in graph.graph.nodes)
+    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+    used = [number.node.expr for number in numbers if isinstance(number, symbolic)]
+    for expression in [*used, *(guard.expr for guard in shapes.guards)]:
+        if expression.free_symbols - free_unbacked_symbols(expression):
+            raise NotCompiledError("the objectives look at the value of a tensor, as item() does")
+
+
+def _forestall_second_trace(shapes: ShapeEnv) -> None:
+    """Put the values that torch keeps on its list, so that it need not trace again for it."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    if not TensorifyState.empty():  # it has, and nobody knows what is missing
+        raise NotCompiledError("torch leaves out what is written to tensors without a dimension")
+    for symbol in shapes.var_to_sources:
+        TensorifyState.specialize(str(symbol))
 
 
 def compile_graph(
