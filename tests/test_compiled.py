@@ -272,16 +272,19 @@ def test_rates_and_multiplier_change_without_compiling_again() -> None:
 
 
 @graphs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", ["x", "y"])
 @pytest.mark.parametrize("undisturbed", [False, True])
-def test_what_looks_at_values_is_not_compiled(level: str, undisturbed: bool) -> None:
-    """Torch knows the values of some tensors when it traces; they move while nobody asks."""
+def test_what_looks_at_values_is_not_compiled(
+    level: str, undisturbed: bool, dtype: torch.dtype
+) -> None:
+    """In double precision torch knows the values when it traces; they move while nobody asks."""
 
     def g(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         number = x if level == "x" else y
         return (2 if number.item() < -1 else 1) * (y - x) ** 2
 
-    x0, y0 = torch.tensor(-2.0).double(), torch.tensor(-3.0).double()
+    x0, y0 = torch.tensor(-2.0, dtype=dtype), torch.tensor(-3.0, dtype=dtype)
     method = F2SA(inner_steps=3, lower_lr=0.05, upper_lr=0.1, multiplier=10.0)
     runs = [
         Solver(Problem(lambda x, y, batch: (y - 1) ** 2, g), method, x0, y0, compile=c)
@@ -300,6 +303,26 @@ def test_what_looks_at_values_is_not_compiled(level: str, undisturbed: bool) -> 
     assert float(runs[0].y) > -1
     assert torch.equal(runs[0].x, runs[1].x)
     assert torch.equal(runs[0].y, runs[1].y)
+
+
+@graphs
+def test_an_error_of_the_objectives_is_theirs_also_when_others_were_compiled() -> None:
+    """The last minibatch is too small for what the objectives do; torch notices when it traces."""
+
+    def g(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return (batch.view(2, -1).mean(0).mean() * (y - x) ** 2).sum() + (y**2).sum()
+
+    run = Solver(
+        Problem(lambda x, y, batch: ((y - 1) ** 2).sum(), g),
+        F2SA(inner_steps=2, lower_lr=0.1, upper_lr=0.1),
+        torch.zeros(2), torch.zeros(2),
+        lower_data=DataLoader(torch.ones(5, 1), batch_size=4), compile=True,
+    )  # fmt: skip
+    with (
+        pytest.warns(CompileWarning),
+        pytest.raises(RuntimeError, match=r"^shape '\[2, -1\]' is invalid for input of size 1$"),
+    ):
+        run.step()
 
 
 @graphs

@@ -44,6 +44,9 @@ ENTRY = 8
 """An entry of a tensor that is computed or copied counts as so many operations of a product."""
 
 
+BY_VALUE = "the objectives look at the value of a tensor, as item() does"
+
+
 class Compiled(NamedTuple):
     """Compiled code, and whether it is better run by one thread ``alone``."""
 
@@ -106,10 +109,8 @@ class Traced:
 
     def __call__(self, *arguments: Any) -> Ready:
         """What to run for these arguments."""
-        from torch._dynamo.exc import Unsupported
-
         if self.compilations:
-            with suppress(Unsupported):  # there is nothing yet for these arguments
+            with suppress(Exception):  # there is nothing yet for these arguments
                 return self._ready_for(arguments)
         with (
             # numbers are taken as they are: to find out which may vary takes another trace
@@ -191,7 +192,7 @@ def _refuse_values(graph: torch.fx.GraphModule, shapes: ShapeEnv) -> None:
     used = [number.node.expr for number in numbers if isinstance(number, symbolic)]
     for expression in [*used, *(guard.expr for guard in shapes.guards)]:
         if expression.free_symbols - free_unbacked_symbols(expression):
-            raise NotCompiledError("the objectives look at the value of a tensor, as item() does")
+            raise NotCompiledError(BY_VALUE)
 
 
 def _forestall_second_trace(shapes: ShapeEnv) -> None:
@@ -327,9 +328,13 @@ def _outputs(graph: torch.fx.GraphModule) -> Any:
 
 def _reason(error: Exception) -> str:
     """Why something was not compiled, in one line."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, NotCompiledError):
             return str(cause)
-        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+        if isinstance(cause, GuardOnDataDependentSymNode):
+            return BY_VALUE
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
