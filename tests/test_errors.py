@@ -22,6 +22,7 @@ from bilevel.errors import (
     ArgumentError,
     ArgumentTypeError,
     BilevelError,
+    CompileWarning,
     DataExhaustedError,
     MissingExtraError,
     MultiplierWarning,
@@ -781,3 +782,18 @@ def test_a_good_run_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run().outcome is bilevel.Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("warning", "choices"),
+    [
+        (MultiplierWarning, {"method": F2SA(multiplier=lambda k: 10 / (1 + k))}),
+        (CompileWarning, {"method": "soba", "compile": True}),
+    ],
+)
+def test_warnings_point_at_the_line_that_called_the_library(
+    warning: type[Warning], choices: dict[str, Any]
+) -> None:
+    with pytest.warns(warning) as caught:
+        bilevel.minimize(Problem(f, g), torch.zeros(2), torch.zeros(2), steps=2, **choices)
+    assert {seen.filename for seen in caught} == {__file__}

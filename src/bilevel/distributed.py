@@ -14,7 +14,6 @@ gradients. Nobody raises alone, because the others would wait for him.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -33,6 +32,7 @@ from bilevel.errors import (
     DistributedError,
     NonFiniteError,
     RanksWarning,
+    warn,
 )
 from bilevel.methods import F3SA, Method
 from bilevel.methods.descent import DescentMethod
@@ -103,12 +103,12 @@ def _warn_of_ranks_alone() -> None:
     """That a launcher started several ranks which do not know of each other."""
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > 1 and "MASTER_ADDR" in os.environ:
-        warnings.warn(
-            f"{ranks} ranks were launched, but torch.distributed is not initialised, so each "
-            f"solves the problem by itself; call torch.distributed.init_process_group() first, "
-            f"or say process_group=None if that is meant",
-            RanksWarning,
-            stacklevel=2,
+        warn(
+            RanksWarning(
+                f"{ranks} ranks were launched, but torch.distributed is not initialised, so each "
+                f"solves the problem by itself; call torch.distributed.init_process_group() "
+                f"first, or say process_group=None if that is meant"
+            )
         )
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from bilevel.errors import DivergenceError, DivergenceWarning, NonFiniteError, RunError
+from bilevel.errors import DivergenceError, DivergenceWarning, NonFiniteError, RunError, warn
 from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Stateful, saved
 from bilevel.methods.pace import Slopes, difference, slope_of
@@ -172,10 +171,8 @@ class Guard:
                 self._keep()
         elif self._reaction == "warn":
             if not before:
-                warnings.warn(
-                    f"the run seems to diverge at step {self._solver.k}: {found}",
-                    DivergenceWarning,
-                    stacklevel=3,
+                warn(
+                    DivergenceWarning(f"the run seems to diverge at step {self._solver.k}: {found}")
                 )
         elif self._reaction == "raise" or not self._go_back(str(found), *found.levels):
             error = DivergenceError(self._solver.k, str(found))
@@ -229,11 +226,11 @@ class Guard:
             slow_down(self._solver, each)
         self._jumping, self.diverged = None, False
         halved = " and ".join("x" if level == "upper" else "y" for level in levels)
-        warnings.warn(
-            f"the run diverged at step {diverged}: {why}. It goes back to step {self._solver.k} "
-            f"with half the step of {halved}",
-            DivergenceWarning,
-            stacklevel=4,
+        warn(
+            DivergenceWarning(
+                f"the run diverged at step {diverged}: {why}. It goes back to step "
+                f"{self._solver.k} with half the step of {halved}"
+            )
         )
         return True
 

@@ -7,6 +7,9 @@ All exceptions derive from :class:`BilevelError`. Those that report a bad argume
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -228,3 +231,16 @@ class CheckpointWarning(BilevelWarning):
 
 class RanksWarning(BilevelWarning):
     """Several ranks were launched, but they do not know of each other."""
+
+
+def warn(warning: BilevelWarning) -> None:
+    """Warn, at the line of the user's code from which the library was called."""
+    frame, level = sys._getframe(), 1
+    between = {"bilevel", "contextlib", "torch"}
+    while frame.f_back is not None and _package(frame) in between:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

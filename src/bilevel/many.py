@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -22,6 +21,7 @@ from bilevel.errors import (
     NonFiniteError,
     RunError,
     UnbatchedWarning,
+    warn,
 )
 from bilevel.methods import Method, method_of
 from bilevel.minimize import Result, minimize
@@ -257,11 +257,11 @@ def minimize_many(
             alone += group
             reasons[str(error)] = None
     if reasons:
-        warnings.warn(
-            f"{len(alone)} of {len(runs)} runs are taken one after another, because "
-            f"{'; '.join(reasons)}",
-            UnbatchedWarning,
-            stacklevel=2,
+        warn(
+            UnbatchedWarning(
+                f"{len(alone)} of {len(runs)} runs are taken one after another, because "
+                f"{'; '.join(reasons)}"
+            )
         )
     endings.update((run.number, _run_alone(run, choices)) for run in alone)
     ordered = [endings[number] for number in range(len(runs))]

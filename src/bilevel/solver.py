@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from bilevel.errors import (
     CompileWarning,
     RunError,
     StateError,
+    warn,
 )
 from bilevel.methods import Info, Method, State, method_of
 from bilevel.problem import Problem
@@ -271,9 +271,7 @@ class Solver:
         self._made["optimizers"] = settings.of_optimizers(self.state)
         self._program = None
         if compile and self.team is not None:
-            warnings.warn(
-                "compile=True is for one process; the run goes on without it", CompileWarning, 2
-            )
+            warn(CompileWarning("compile=True is for one process; the run goes on without it"))
         elif compile:
             self._program = program_for(problem, self.method, self.state, self.draw)
 
@@ -594,9 +592,9 @@ def _tell_versions(path: Path, there: Mapping[str, str]) -> None:
     """Warn where another version may round otherwise."""
     for name, version in _versions().items():
         if name in ("bilevel", "torch") and there.get(name) != version:
-            warnings.warn(
-                f"the checkpoint {str(path)!r} was written with {name} {there.get(name)} and is "
-                f"read with {version}; the run goes on, but perhaps not bit for bit",
-                CheckpointWarning,
-                stacklevel=4,
+            warn(
+                CheckpointWarning(
+                    f"the checkpoint {str(path)!r} was written with {name} {there.get(name)} and "
+                    f"is read with {version}; the run goes on, but perhaps not bit for bit"
+                )
             )

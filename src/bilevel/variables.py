@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -42,6 +41,7 @@ from bilevel.errors import (
     CompileWarning,
     NonFiniteError,
     StateError,
+    warn,
 )
 from bilevel.rows import entries, joined, untouched
 from bilevel.shards import fill, is_sharded, part_of, row_part
@@ -654,11 +654,11 @@ def _compile_like(fresh: nn.Module, node: nn.Module) -> None:
         cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
         compiler = next((cell.cell_contents for free, cell in cells if free == "self"), None)
         if not callable(compiler):
-            warnings.warn(
-                f"{type(part).__name__}.compile() of this version of torch cannot be repeated on a "
-                f"copy, which runs as it is; give torch.compile(module) instead",
-                CompileWarning,
-                stacklevel=2,
+            warn(
+                CompileWarning(
+                    f"{type(part).__name__}.compile() of this version of torch cannot be repeated "
+                    f"on a copy, which runs as it is; give torch.compile(module) instead"
+                )
             )
             return
         parts[name]._compiled_call_impl = compiler(parts[name]._call_impl)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from bilevel.errors import (
     CheckpointError,
     CheckpointWarning,
     OutputError,
+    warn,
 )
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ class Folder:
                 refused.append(error)
                 continue
             for reason in refused:
-                warnings.warn(
-                    f"{reason}; the run goes on from {path.name}", CheckpointWarning, stacklevel=4
-                )
+                warn(CheckpointWarning(f"{reason}; the run goes on from {path.name}"))
             self._saved_step = step
             return path, content
         if refused:
@@ -188,11 +186,7 @@ class Folder:
             self.save(step, content)
         except OutputError as error:
             kept = "none" if self._saved_step < 0 else f"that of step {self._saved_step}"
-            warnings.warn(
-                f"{error}; the run goes on, the newest checkpoint is {kept}",
-                CheckpointWarning,
-                stacklevel=4,
-            )
+            warn(CheckpointWarning(f"{error}; the run goes on, the newest checkpoint is {kept}"))
 
     def _file(self, step: int) -> Path:
         ending = ".safetensors" if self._team is None else ""

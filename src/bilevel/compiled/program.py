@@ -19,7 +19,6 @@ on the compiler.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +30,7 @@ import torch
 from bilevel.compiled.feed import Drawn, Feed
 from bilevel.compiled.pieces import Pieces
 from bilevel.compiled.tracing import NotCompiledError, Ready, Traced
-from bilevel.errors import CompileWarning
+from bilevel.errors import CompileWarning, warn
 from bilevel.methods import Info, Method, State
 from bilevel.methods.f2sa import F2SA, F2SAState
 from bilevel.methods.pace import Pace
@@ -72,7 +71,7 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
     elif state.x.device.type not in ("cpu", "cuda"):
         reason = f"the run is on {state.x.device}"
     if reason is not None:
-        _warn(reason, 4)
+        _warn(reason)
         return None
     assert isinstance(method, F2SA)
     assert isinstance(state, F2SAState)
@@ -364,7 +363,7 @@ class Program:
 
     def _give_up(self, error: NotCompiledError) -> None:
         self._works = False
-        _warn(str(error), 5)
+        _warn(str(error))
 
     def _go_on(self, begun: _Begun) -> Info:
         """The rest of a step in which something was not finite or could not be compiled."""
@@ -422,9 +421,9 @@ def _run_all(readies: Iterable[Ready]) -> None:
             torch.set_num_threads(every)
 
 
-def _warn(reason: str, depth: int) -> None:
-    warnings.warn(
-        f"compile=True has no effect: {reason}. The run goes on without it, to the same result",
-        CompileWarning,
-        stacklevel=depth,
+def _warn(reason: str) -> None:
+    warn(
+        CompileWarning(
+            f"compile=True has no effect: {reason}. The run goes on without it, to the same result"
+        )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError
+from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, StateError, warn
 from bilevel.methods.base import saved
 from bilevel.rows import entries, every_row, touched
 from bilevel.schedules import Constant, Rate, Schedule, as_schedule, positive_at
@@ -97,11 +96,11 @@ class PenaltyRates(Rates):
         multiplier = positive_at("multiplier", self.multiplier, k)
         falling = k >= 2 and self.multiplier(k - 1) < self.multiplier(k - 2)
         if multiplier < before and not falling:  # one warning for each time that it turns down
-            warnings.warn(
-                f"multiplier({k}) = {multiplier!r} is below its value of {before!r} one step "
-                f"earlier; it must not decrease, or the bias of the direction grows again",
-                MultiplierWarning,
-                stacklevel=3,
+            warn(
+                MultiplierWarning(
+                    f"multiplier({k}) = {multiplier!r} is below its value of {before!r} one step "
+                    f"earlier; it must not decrease, or the bias of the direction grows again"
+                )
             )
         return multiplier
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from bilevel.checks import check_choice, check_count, checked_number
-from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning
+from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning, warn
 from bilevel.schedules import Constant, Power, Schedule
 from bilevel.theory.constants import Constants, check_constants
 from bilevel.theory.sequences import CappedMultiplier, Momentum, Product
@@ -240,14 +239,14 @@ def design(
 
     z_travel, x_travel = T * gamma.value * constants.l_g1, xi * alpha.value * constants.l_F1
     if T >= IMPRACTICAL_INNER_STEPS or min(z_travel, x_travel) < IMPRACTICAL_FIRST_STEP:
-        warnings.warn(
-            f"this design satisfies the theorem's form but is not practical: T = {T} inner steps "
-            f"per outer step; the first outer step moves z by {z_travel:.1e} and x by "
-            f"{x_travel:.1e} of a plain gradient step (kappa_g = {kappa:g}, gamma_0 = "
-            f"{gamma.value:.1e}, xi*alpha_0 = {xi * alpha.value:.1e}). For a real run set the step "
-            f"sizes and the inner steps yourself",
-            ImpracticalDesignWarning,
-            stacklevel=2,
+        warn(
+            ImpracticalDesignWarning(
+                f"this design satisfies the theorem's form but is not practical: T = {T} inner "
+                f"steps per outer step; the first outer step moves z by {z_travel:.1e} and x by "
+                f"{x_travel:.1e} of a plain gradient step (kappa_g = {kappa:g}, gamma_0 = "
+                f"{gamma.value:.1e}, xi*alpha_0 = {xi * alpha.value:.1e}). For a real run set the "
+                f"step sizes and the inner steps yourself"
+            )
         )
     return Design(
         algorithm, regime, a, c, xi, T, lam0, k0, alpha, gamma, multiplier, momentum=momentum
