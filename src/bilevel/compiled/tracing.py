@@ -44,7 +44,7 @@ ENTRY = 8
 """An entry of a tensor that is computed or copied counts as so many operations of a product."""
 
 
-BY_VALUE = "the objectives look at the value of a tensor, as item() does"
+BY_VALUE = "the objectives look at the value of a tensor, as item() or an if does"
 
 
 class Compiled(NamedTuple):
