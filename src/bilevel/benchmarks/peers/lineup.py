@@ -31,8 +31,8 @@ def by_a_sigmoid(fixed: Settings) -> list[Settings]:
 
 def with_sweeps(fixed: Settings) -> list[Settings]:
     """Settings for those that move all weights at a time, kept in [0, 1]."""
-    fixed = {"sweep": True, "inner_steps": 25, "lower_lr": 0.3, **fixed}
-    return grid(fixed, per_visit=(2.0, 4.0), batch_size=(350, 500))
+    fixed = {"sweep": True, "lower_lr": 0.5, "decay": 0.5, "per_visit": 4.0, **fixed}
+    return grid(fixed, inner_steps=(20, 40), batch_size=(200, 350))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ def solve(
     box: bool = True,
     per_visit: float,
     lower_lr: float,
+    decay: float = 0.0,
     multiplier: float = 5.0,
     batch_size: int = 250,
     inner_steps: int = 20,
@@ -37,7 +38,7 @@ def solve(
         sweep: the direction of x comes from all samples; otherwise from the last minibatch.
         box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
         per_visit: the step of x_i each time that sample i is in its direction.
-        lower_lr: of y and z.
+        lower_lr, decay: of y and z at outer step k, lower_lr / (1 + k) ** decay.
         multiplier, batch_size, inner_steps, compile: of F2SA.
         chunk: outer steps after which weights are given.
     """
@@ -55,7 +56,7 @@ def solve(
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1) if box else None),
         bilevel.F2SA(
-            lower_lr=lower_lr,
+            lower_lr=bilevel.schedules.Power(lower_lr, 1.0, -decay) if decay else lower_lr,
             upper_lr=per_visit * visited,
             multiplier=multiplier,
             inner_steps=inner_steps,
