@@ -830,6 +830,7 @@ def test_the_list_of_another_trace_leaves_nothing_out() -> None:
     ]  # fmt: skip
     assert_same(runs, 6)
     assert program(runs[1])
+    assert TensorifyState.empty()  # nor is anything left out of what others compile
 
 
 @compiler

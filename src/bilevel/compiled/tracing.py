@@ -109,16 +109,18 @@ class Traced:
 
     def __call__(self, *arguments: Any) -> Ready:
         """What to run for these arguments."""
+        from torch._dynamo.symbolic_convert import TensorifyState
+
         if self.compilations:
             with suppress(Exception):  # there is nothing yet for these arguments
                 return self._ready_for(arguments)
         with (
             # numbers are taken as they are: to find out which may vary takes another trace
             torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True),
-            _nothing_left_out(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # what torch says to itself while it compiles
+            TensorifyState.clear()  # it outlives a trace, and may be that of another function
             try:
                 return self._ready_for(arguments)
             except Exception as error:  # whatever it is, the run can go on without
@@ -150,8 +152,8 @@ class _Backend:
         assert fake_mode is not None
         assert fake_mode.shape_env is not None
         _refuse_values(graph, fake_mode.shape_env)
-        _forestall_second_trace(fake_mode.shape_env)
-        compiled = compile_graph(graph, inputs, _cpu_options() if self._on_cpu else OPTIONS)
+        with _traced_once(fake_mode.shape_env):
+            compiled = compile_graph(graph, inputs, _cpu_options() if self._on_cpu else OPTIONS)
         self.compilations += 1
         found: Compiled | None = None
 
@@ -163,24 +165,6 @@ class _Backend:
             return ()
 
         return get_ready
-
-
-@contextmanager
-def _nothing_left_out() -> Iterator[None]:
-    """Inside, torch keeps no list of values that a second trace is to take for constants.
-
-    Of a float64 tensor without a dimension on a CPU torch keeps what its ``item()`` would be, and
-    where nobody asks for it traces a second time. In this the last thing written to the tensor is
-    left out, such as a step that moves it (seen with torch 2.13). The list outlives a trace, and
-    may be that of another function.
-    """
-    from torch._dynamo.symbolic_convert import TensorifyState
-
-    TensorifyState.clear()
-    try:
-        yield
-    finally:
-        TensorifyState.clear()
 
 
 def _refuse_values(graph: torch.fx.GraphModule, shapes: ShapeEnv) -> None:
@@ -195,14 +179,25 @@ def _refuse_values(graph: torch.fx.GraphModule, shapes: ShapeEnv) -> None:
             raise NotCompiledError(BY_VALUE)
 
 
-def _forestall_second_trace(shapes: ShapeEnv) -> None:
-    """Put the values that torch keeps on its list, so that it need not trace again for it."""
+@contextmanager
+def _traced_once(shapes: ShapeEnv) -> Iterator[None]:
+    """Inside, torch does not trace a second time to take values for constants.
+
+    Of a float64 tensor without a dimension on a CPU torch keeps what its ``item()`` would be, and
+    where nobody asks for it traces again, for the values on a list. In that trace the last thing
+    written to the tensor is left out, such as a step that moves it (seen with torch 2.13). It need
+    not trace again for what is on the list already.
+    """
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    if not TensorifyState.empty():  # it has, and nobody knows what is missing
+    if not TensorifyState.empty():  # this was such a trace, or has taken another's list for its own
         raise NotCompiledError("torch leaves out what is written to tensors without a dimension")
-    for symbol in shapes.var_to_sources:
-        TensorifyState.specialize(str(symbol))
+    try:
+        for symbol in shapes.var_to_sources:
+            TensorifyState.specialize(str(symbol))
+        yield
+    finally:
+        TensorifyState.clear()
 
 
 def compile_graph(
