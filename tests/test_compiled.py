@@ -221,8 +221,8 @@ class Net(nn.Module):
         return out
 
 
-def modules_and_numbers(method: Any) -> list[Solver]:
-    """The same run without and with compile: a module with buffers, and numbers of no dimension."""
+def assert_modules_and_numbers_move(method: Any) -> None:
+    """A module with buffers, and numbers of no dimension, as they do without compile."""
     torch.manual_seed(0)
     x0 = {"weights": torch.zeros(20, dtype=torch.float64), "decay": [torch.tensor(-2.0).double()]}
     y0 = (Net(), torch.tensor(0.0).double())
@@ -237,22 +237,24 @@ def modules_and_numbers(method: Any) -> list[Solver]:
         decay = sum((p**2).sum() for p in net.parameters()) + shift**2
         return (x["weights"][batch[2]].sigmoid() * errors).mean() + x["decay"][0].exp() * decay
 
-    return [
+    runs = [
         Solver(
             Problem(f, g), method, x0, y0,
             upper_data=UPPER_DATA, lower_data=LOWER_DATA, batch_size=4, compile=c,
         )
         for c in (False, True)
     ]  # fmt: skip
+    assert_same(runs, 6, rtol=1e-9)
+    program(runs[1])
+    assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
+    assert runs[1].x["decay"][0] != -2
+    assert runs[1].y[1] != 0
 
 
 @graphs
 @pytest.mark.parametrize("name", ["forward", "single pass"])
 def test_modules_trees_and_buffers(name: str) -> None:
-    runs = modules_and_numbers(SCHEMES[name])
-    assert_same(runs, 6, rtol=1e-9)
-    program(runs[1])
-    assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
+    assert_modules_and_numbers_move(SCHEMES[name])
 
 
 @graphs
@@ -805,12 +807,7 @@ def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
 @compiler
 def test_kernels_move_modules_with_buffers_and_numbers_of_no_dimension() -> None:
     """Of a second trace torch would leave out what is written to the latter."""
-    runs = modules_and_numbers(SCHEMES["forward"])
-    assert_same(runs, 6, rtol=1e-9)
-    program(runs[1])
-    assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
-    assert runs[1].x["decay"][0] != -2
-    assert runs[1].y[1] != 0
+    assert_modules_and_numbers_move(SCHEMES["forward"])
 
 
 @compiler

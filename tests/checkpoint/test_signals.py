@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from tests.checkpoint.test_resume import assert_same, quadratic
 
 OPTIONS = quadratic(bilevel.F2SA(0.5, 0.2))
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_foreground() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def handlers() -> list[Any]:
