@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bilevel.compiled.merging import PRODUCTS, merge_products
+from bilevel.compiled.merging import PRODUCTS, merge_products, share_rows
 
-A, B = torch.randn(9, 7), torch.randn(9, 7)
-Y, Z = torch.randn(3, 7), torch.randn(2, 7)
+A = torch.randn(9, 7, dtype=torch.float64)
+Y, Z = torch.randn(3, 7, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
 
 
 def both_copies(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
@@ -84,31 +84,60 @@ def test_values_stay_and_products_are_fewer(
     assert sum(node.target in PRODUCTS for node in traced.graph.nodes) == products
 
 
-MANY = torch.randn(200, 7)
+MANY = torch.randn(200, 7, dtype=torch.float64)
 
 
+def from_columns(a: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    """The rows of the first factor do not lie one after the other."""
+    return a.exp().T.contiguous().T @ y.T, a[:, 1:] @ z[:, 1:].T
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16, 500])
 @pytest.mark.parametrize(
-    ("function", "shapes"),
+    ("function", "columns"),
     [
-        (both_copies, [(5, 200)]),
-        (with_gradients, [(5, 200), (5, 7)]),
-        (not_transposed, [(5, 200)]),
-        (with_bias, [(5, 200)]),
-        (nothing_in_common, [(3, 200), (3, 200)]),
-        (scaled, [(200, 3), (2, 200)]),
-        (samples_of_both_levels, [(5, 200), (4, 3)]),
+        (both_copies, [5]),
+        (with_gradients, [5]),
+        (not_transposed, [5]),
+        (with_bias, [5]),
+        (one_after_the_other, [3, 2]),
+        (nothing_in_common, [3, 3]),
+        (scaled, [2]),
+        (samples_of_both_levels, [5]),
+        (from_columns, [2]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_few_columns_of_many_rows_are_computed_one_by_one(
-    function: Callable[..., tuple[Tensor, ...]], shapes: list[tuple[int, int]]
+def test_many_rows_are_shared_among_threads(
+    function: Callable[..., tuple[Tensor, ...]], columns: list[int], threads: int
 ) -> None:
     traced = make_fx(function, tracing_mode="fake")(MANY, Y, Z)
     merge_products(traced, wasteful=False)
+    share_rows(traced, threads=threads)
     traced.graph.lint()
     torch.testing.assert_close(traced(MANY, Y, Z), function(MANY, Y, Z))
-    found = [n.meta["val"].shape for n in traced.graph.nodes if n.target in PRODUCTS]
-    assert sorted(map(tuple, found)) == sorted(shapes)
+    found = [
+        tuple(node.meta["val"].shape)
+        for node in traced.graph.nodes
+        if node.target is torch.ops.aten.bmm.default
+    ]
+    parts = {1: 1, 2: 2, 3: 2, 16: 10, 500: 10}[threads]  # of the same size, of 16 rows or more
+    wanted = [(parts, 200 // parts, count) for count in columns]
+    assert sorted(found) == (sorted(wanted) if parts > 1 else [])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_of_many_rows_lie_column_by_column(threads: int) -> None:
+    traced = make_fx(lambda a, y: a @ y.T, tracing_mode="fake")(MANY, Y)
+    share_rows(traced, threads=threads)
+    assert traced(MANY, Y).stride() == (1, 200)
+
+
+def test_few_rows_are_left_to_the_library_of_products() -> None:
+    traced = make_fx(lambda a, y: a @ y.T, tracing_mode="fake")(MANY[:120], Y)
+    before = traced.code
+    share_rows(traced, threads=2)
+    assert traced.code == before
 
 
 def test_what_counts_on_how_tensors_lie_is_left_alone() -> None:
@@ -118,6 +147,7 @@ def test_what_counts_on_how_tensors_lie_is_left_alone() -> None:
     for a in (A, MANY):
         traced = make_fx(diagonal, tracing_mode="fake")(a, Y, Z)
         merge_products(traced, wasteful=False)
+        share_rows(traced, threads=2)
         torch.testing.assert_close(traced(a, Y, Z), diagonal(a, Y, Z))
 
 

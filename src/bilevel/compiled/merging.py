@@ -11,9 +11,11 @@ computed that nobody asked for: with the trusted samples T in f,
 
     [A; T] [y z] = [Ay Az; Ty *].
 
-On a CPU it also matters how the result lies. Logits of many samples and few classes, Ay, are
-computed as (y'A')', class by class: the product is faster, and so is all that follows, which then
-takes as many samples at a time as fill a register, where a row of ten logits does not.
+On a CPU it also matters who computes what, and how it lies. Logits of many samples and few classes,
+Ay, have few columns to share among threads, and a library of products may share them badly (seen:
+two threads took longer than one, and at some sizes three times as long as need be). So each thread
+is given its rows of A. The logits are then laid class by class, so that what follows takes as many
+samples at a time as fill a register, where a row of ten logits does not.
 """
 
 from __future__ import annotations
@@ -32,22 +34,49 @@ SMALL = 1 << 22
 """Products whose factors have fewer entries take, on a GPU, hardly longer than nothing."""
 
 MANY_ROWS, FEW_COLUMNS = 128, 32
-"""What has so many rows and no more columns is computed column by column, on a CPU."""
+"""Of what has so many rows and no more columns, each thread of a CPU computes some of the rows."""
+
+LEAST_ROWS = 16
+"""A thread is not bothered for fewer."""
 
 
 def merge_products(module: GraphModule, *, wasteful: bool) -> None:
     """Rewrite the graph, in place; ``wasteful``: also where blocks are computed for nothing."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    if any(node.target is aten.as_strided.default for node in module.graph.nodes):
-        return  # it counts on how tensors lie
+    if _counts_on_layout(module.graph):
+        return
     while (blocks := next(_mergeable(module.graph, wasteful), None)) is not None:
         blocks.merge(module.graph, by_rows=not wasteful)
         stable_topological_sort(module.graph)
-    if not wasteful:
-        _turn_tall(module.graph)
-        stable_topological_sort(module.graph)
     module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def share_rows(module: GraphModule, *, threads: int) -> None:
+    """Give each of the threads some rows of the products with many rows and few columns."""
+    graph = module.graph
+    if _counts_on_layout(graph):
+        return
+    for node in [node for node in graph.nodes if _is_product(node)]:
+        left, right = _factors(node)
+        rows, columns = left.length(0), right.length(1)
+        if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 8) or left.flipped:
+            continue
+        parts = max(
+            part
+            for part in range(1, max(1, min(threads, rows // LEAST_ROWS)) + 1)
+            if rows % part == 0
+        )
+        with graph.inserting_before(node):
+            by_rows = _copy(graph, node.args[-1]) if right.flipped else node.args[-1]
+            product = _in_parts(graph, left.matrix, by_rows, parts)
+            result = _flip(graph, _copy(graph, _flip(graph, product)))
+            if node.target is aten.addmm.default:
+                result = _call(graph, aten.add.Tensor, result, node.args[0])
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
     module.recompile()
 
 
@@ -71,10 +100,6 @@ class _Factor(NamedTuple):
     def size(self) -> int:
         return int(self.matrix.meta["val"].numel())
 
-    def turned(self, graph: Graph) -> Node:
-        """Its transpose."""
-        return self.matrix if self.flipped else _flip(graph, self.matrix)
-
 
 class _Blocks:
     """Products L_i R_j as blocks of one.
@@ -87,7 +112,6 @@ class _Blocks:
         self._products = {_factors(product): product for product in products}
         self._left = list(dict.fromkeys(left for left, _ in self._products))
         self._right = list(dict.fromkeys(right for _, right in self._products))
-        self._sides = (self._left, self._right)
 
     def pays(self, wasteful: bool) -> bool:
         """Whether to merge them saves time."""
@@ -104,22 +128,16 @@ class _Blocks:
             and 2 * len(self._products) > len(self._left) * len(self._right)
         )
 
-    @property
-    def _tall(self) -> bool:
-        rows, columns = (sum(f.length(dim) for f in side) for dim, side in enumerate(self._sides))
-        return _is_tall(rows, columns)
-
     def merge(self, graph: Graph, *, by_rows: bool) -> None:
         """Put one product in the place of several.
 
         With ``by_rows`` the factors are copied so that they lie by rows, which is how the products
-        of a CPU are fastest; but not those on the right of what will be turned.
+        of a CPU are fastest.
         """
-        right_by_rows = by_rows and not self._tall
         with graph.inserting_before(next(iter(reversed(self._products.values())))):
             left = _together(graph, self._left, 0, by_rows=by_rows)
-            right = _together(graph, self._right, 1, by_rows=right_by_rows)
-            if right_by_rows and len(self._right) > 1:
+            right = _together(graph, self._right, 1, by_rows=by_rows)
+            if by_rows and len(self._right) > 1:
                 self._share(graph, right)
             whole = _call(graph, aten.mm.default, left, right)
             for (above, beside), product in self._products.items():
@@ -163,23 +181,22 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
                 yield blocks
 
 
-def _turn_tall(graph: Graph) -> None:
-    """Compute products of many rows and few columns column by column."""
-    for node in [node for node in graph.nodes if _is_product(node)]:
-        left, right = _factors(node)
-        if not _is_tall(left.length(0), right.length(1)):
-            continue
-        with graph.inserting_before(node):
-            turned = _call(graph, aten.mm.default, right.turned(graph), left.turned(graph))
-            result = _flip(graph, turned)
-            if node.target is aten.addmm.default:
-                result = _call(graph, aten.add.Tensor, result, node.args[0])
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+def _in_parts(graph: Graph, left: Node, right: Any, parts: int) -> Node:
+    """A product whose rows are computed in so many parts at once."""
+    if parts == 1:
+        return _call(graph, aten.mm.default, left, right)
+    rows, inner = left.meta["val"].shape
+    columns = right.meta["val"].shape[1]
+    each = _call(graph, aten.view.default, left, [parts, rows // parts, inner])
+    same = _call(graph, aten.unsqueeze.default, right, 0)
+    same = _call(graph, aten.expand.default, same, [parts, inner, columns])
+    product = _call(graph, aten.bmm.default, each, same)
+    return _call(graph, aten.view.default, product, [rows, columns])
 
 
-def _is_tall(rows: int, columns: int) -> bool:
-    return rows >= MANY_ROWS and columns <= min(FEW_COLUMNS, rows // 8)
+def _counts_on_layout(graph: Graph) -> bool:
+    """Whether something counts on how tensors lie."""
+    return any(node.target is aten.as_strided.default for node in graph.nodes)
 
 
 def _is_product(node: Node) -> bool:
@@ -212,6 +229,11 @@ def _flip(graph: Graph, matrix: Node) -> Node:
     return _call(graph, aten.permute.default, matrix, [1, 0])
 
 
+def _copy(graph: Graph, matrix: Any) -> Node:
+    """A copy that lies by rows."""
+    return _call(graph, aten.clone.default, matrix, memory_format=torch.contiguous_format)
+
+
 def _part(graph: Graph, whole: Node, dim: int, factors: list[_Factor], wanted: _Factor) -> Node:
     """The rows or columns that belong to one factor."""
     if len(factors) == 1:
@@ -221,13 +243,13 @@ def _part(graph: Graph, whole: Node, dim: int, factors: list[_Factor], wanted: _
     return _call(graph, aten.slice.Tensor, whole, dim, start, start + wanted.length(dim))
 
 
-def _call(graph: Graph, target: Callable[..., Any], *arguments: Any) -> Node:
+def _call(graph: Graph, target: Callable[..., Any], *arguments: Any, **options: Any) -> Node:
     """A node for a call, which knows what its value looks like."""
-    node = graph.call_function(target, arguments)
+    node = graph.call_function(target, arguments, options)
     values = torch.fx.node.map_arg(arguments, lambda argument: argument.meta["val"])
     first = values[0][0] if isinstance(values[0], list | tuple) else values[0]
     with first.fake_mode:
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **options)
     return node
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch._guards import TracingContext
 
-from bilevel.compiled.merging import merge_products
+from bilevel.compiled.merging import merge_products, share_rows
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -37,7 +37,7 @@ Code: TypeAlias = Callable[[tuple[Any, ...]], Any]
 """It takes the arguments together, and returns nothing of interest."""
 
 
-FEW = 1 << 24
+FEW = 10 << 20
 """What needs fewer operations than this runs on one thread: a second costs more than it brings."""
 
 ENTRY = 8
@@ -216,8 +216,12 @@ def compile_graph(
             inner_compile=functools.partial(_compile, kernels, work),
             config_patches=options,
         )
-    alone = sum(work) < FEW
-    return lambda arguments: Compiled(_shortest(wrapped, kernels, arguments), alone)
+    return lambda arguments: Compiled(_shortest(wrapped, kernels, arguments), _alone(work))
+
+
+def _alone(work: list[int]) -> bool:
+    """Whether one thread is better than several."""
+    return sum(work) < FEW
 
 
 def _compile(
@@ -237,6 +241,8 @@ def _compile(
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     merge_products(graph, wasteful=on_gpu)
     work.append(operations(graph))
+    if not on_gpu:
+        share_rows(graph, threads=1 if _alone(work) else torch.get_num_threads())
     compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
