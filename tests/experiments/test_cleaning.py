@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bilevel.cli import app
 from bilevel.errors import ArgumentError
-from bilevel.experiments.cleaning import Tuned, runs, tuning
+from bilevel.experiments.cleaning import Reproduction, Tuned, leads, runs, tuning
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Sizes
 from bilevel.experiments.cleaning.reproduction import Lead, Spread, Summary, reproduce
 from bilevel.experiments.cleaning.runs import SPACING, Kept, Point, Run, Task, follow
@@ -178,6 +178,14 @@ def test_a_lead_compares_after_as_many_gradients() -> None:
     assert (lead.points, lead.ahead) == (2, 1)
     assert lead.largest == pytest.approx((0.8 - 0.7) / 0.5)
     assert lead.least == pytest.approx((0.4 - 0.5) / 0.5)
+
+    first = summary("f2sa", [point(0, 1.0), point(1, 0.9)])
+    late = Lead.of(first, theirs, unit=0.5)
+    assert (late.points, late.ahead, late.least, late.largest) == (0, 0, None, None)
+    (line,) = leads(Reproduction({}, [], [late]))
+    assert "SOBO was not evaluated after as few gradients" in line
+    nothing = summary("f2sa", [point(0, 1.0)])
+    assert Lead.of(nothing, theirs, unit=0.5).points == 0
 
 
 def chosen_by_the_lowest_gap(choice: Choice) -> bool:

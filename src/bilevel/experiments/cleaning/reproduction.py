@@ -158,15 +158,15 @@ class Lead:
         corruption, batch: where.
         points: how many evaluations there are.
         ahead: at how many of them F2SA has the lower F.
-        least, largest: by which part of the way to the best F it is ahead.
+        least, largest: by which part of the way to the best F it is ahead; None: no evaluation.
     """
 
     corruption: float
     batch: int
     points: int
     ahead: int
-    least: float
-    largest: float
+    least: float | None
+    largest: float | None
 
     @classmethod
     def of(cls, ours: Summary, theirs: Summary, unit: float) -> Lead:
@@ -174,6 +174,8 @@ class Lead:
         mine, other = ours.curve, theirs.curve
         shown = (other.step > 0) & (other.gradients <= mine.gradients[-1])
         moved = mine.step > 0
+        if not shown.any():  # a short run on a slow machine
+            return cls(ours.corruption, ours.batch, points=0, ahead=0, least=None, largest=None)
         value = np.interp(
             np.log(other.gradients[shown]), np.log(mine.gradients[moved]), mine.value[moved]
         )

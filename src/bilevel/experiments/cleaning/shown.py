@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from bilevel.experiments.cleaning.contenders import CONTENDERS
-from bilevel.experiments.cleaning.reproduction import Reproduction, Spread, Summary
+from bilevel.experiments.cleaning.reproduction import Lead, Reproduction, Spread, Summary
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
 from bilevel.experiments.judge import BEST, TARGETS
 
@@ -64,12 +64,16 @@ def _table(reproduction: Reproduction, corruption: float, batch: int) -> Table:
 
 def leads(reproduction: Reproduction) -> list[str]:
     """F2SA beside SOBO, a line for each place."""
-    return [
-        f"p {lead.corruption}, batch {lead.batch}: after as many gradients F²SA is ahead of SOBO "
-        f"at {lead.ahead} of {lead.points} evaluations, by {lead.least:.2%} to {lead.largest:.1%} "
-        f"of the way to the best value"
-        for lead in reproduction.leads
-    ]
+    return [f"p {one.corruption}, batch {one.batch}: {_lead(one)}" for one in reproduction.leads]
+
+
+def _lead(lead: Lead) -> str:
+    if lead.least is None or lead.largest is None:
+        return "SOBO was not evaluated after as few gradients as F²SA took"
+    return (
+        f"after as many gradients F²SA is ahead of SOBO at {lead.ahead} of {lead.points} "
+        f"evaluations, by {lead.least:.2%} to {lead.largest:.1%} of the way to the best value"
+    )
 
 
 def plot(reproduction: Reproduction, path: Path) -> None:
