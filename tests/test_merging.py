@@ -134,7 +134,7 @@ def test_results_of_many_rows_lie_column_by_column(threads: int) -> None:
 
 
 def test_few_rows_are_left_to_the_library_of_products() -> None:
-    traced = make_fx(lambda a, y: a @ y.T, tracing_mode="fake")(MANY[:120], Y)
+    traced = make_fx(lambda a, y: a @ y.T, tracing_mode="fake")(MANY[:30], Y)
     before = traced.code
     share_rows(traced, threads=2)
     assert traced.code == before

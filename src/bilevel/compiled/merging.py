@@ -33,7 +33,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 SMALL = 1 << 22
 """Products whose factors have fewer entries take, on a GPU, hardly longer than nothing."""
 
-MANY_ROWS, FEW_COLUMNS = 128, 32
+MANY_ROWS, FEW_COLUMNS = 32, 32
 """Of what has so many rows and no more columns, each thread of a CPU computes some of the rows."""
 
 LEAST_ROWS = 16
@@ -61,7 +61,7 @@ def share_rows(module: GraphModule, *, threads: int) -> None:
     for node in [node for node in graph.nodes if _is_product(node)]:
         left, right = _factors(node)
         rows, columns = left.length(0), right.length(1)
-        if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 8) or left.flipped:
+        if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 2) or left.flipped:
             continue
         parts = max(
             part

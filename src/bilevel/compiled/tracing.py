@@ -37,7 +37,7 @@ Code: TypeAlias = Callable[[tuple[Any, ...]], Any]
 """It takes the arguments together, and returns nothing of interest."""
 
 
-FEW = 10 << 20
+FEW = 1 << 24
 """What needs fewer operations than this runs on one thread: a second costs more than it brings."""
 
 ENTRY = 8
