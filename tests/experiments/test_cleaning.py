@@ -264,7 +264,14 @@ def test_the_command_writes_table_plot_and_figures(tmp_path: Path) -> None:
         assert row["settings"] == tuned.of(row["contender"], row["corruption"], row["batch"])
         assert row["curve"]["step"][0] == 0
         assert row["curve"]["value"][-1] == pytest.approx(row["value"]["mean"], rel=1e-4)
-    assert [lead["batch"] for lead in written["f2sa_over_sobo_at_equal_gradients"]] == [50, 500] * 2
     output = " ".join(done.stdout.split())
-    assert "ahead of SOBO at" in output
+    found = written["f2sa_over_sobo_at_equal_gradients"]
+    assert [lead["batch"] for lead in found] == [50, 500] * 2
+    for lead in found:  # on a slow machine there may be nothing to compare
+        start = f"p {lead['corruption']}, batch {lead['batch']}: "
+        if lead["points"]:
+            start += "after as many gradients F²SA is ahead of SOBO at "
+            assert f"{start}{lead['ahead']} of {lead['points']} evaluations" in output
+        else:
+            assert f"{start}SOBO was not evaluated" in output
     assert "p 0.3, batch 500, seed 0, soba:" in output
