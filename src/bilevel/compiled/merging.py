@@ -62,12 +62,9 @@ def share_rows(module: GraphModule, *, threads: int) -> None:
         left, right = _factors(node)
         rows, columns = left.length(0), right.length(1)
         if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 2) or left.flipped:
-            continue
-        parts = max(
-            part
-            for part in range(1, max(1, min(threads, rows // LEAST_ROWS)) + 1)
-            if rows % part == 0
-        )
+            continue  # to copy the right factor should cost less than to read the left one
+        most = min(threads, rows // LEAST_ROWS)
+        parts = max(part for part in range(1, most + 1) if rows % part == 0)
         with graph.inserting_before(node):
             by_rows = _copy(graph, node.args[-1]) if right.flipped else node.args[-1]
             product = _in_parts(graph, left.matrix, by_rows, parts)
