@@ -77,6 +77,7 @@ def test_the_command_prints_one_table_and_writes_one_file(
     assert machine["torch"] == torch.__version__
     assert machine["threads"] == 1
     assert machine["cores"] >= 1
+    assert machine["processor"].endswith(torch.backends.cpu.get_cpu_capability())
     assert machine["platform"].split()[0] in result.stdout
     assert [row["method"] for row in figures["rows"]] == ["aid", "f2sa"]
     for row in figures["rows"]:

@@ -16,6 +16,7 @@ from rich.table import Table
 T = TypeVar("T")
 Row = TypeVar("Row")
 _STATM = Path("/proc/self/statm")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 class Track(Protocol):
@@ -42,6 +43,7 @@ class Machine:
 
     Attributes:
         platform: the system and the architecture.
+        processor: its name, and the widest instructions of it that torch uses.
         cores: of the processor, as the system counts them.
         threads: that torch used.
         gpu: the first one's name, if torch sees one.
@@ -49,6 +51,7 @@ class Machine:
     """
 
     platform: str
+    processor: str
     cores: int
     threads: int
     gpu: str | None
@@ -60,6 +63,7 @@ class Machine:
         """This machine, with torch's threads as they are now."""
         return cls(
             platform=f"{platform.system()} {platform.machine()}",
+            processor=f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
             cores=os.cpu_count() or 1,
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -70,9 +74,16 @@ class Machine:
     def __str__(self) -> str:
         gpu = "no GPU" if self.gpu is None else self.gpu
         return (
-            f"{self.platform}, {self.cores} cores, {self.threads} used, {gpu}, "
+            f"{self.platform}, {self.processor}, {self.cores} cores, {self.threads} used, {gpu}, "
             f"Python {self.python}, torch {self.torch}"
         )
+
+
+def _processor() -> str:
+    """As Linux names it, or else as Python does, which there says only the architecture."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return " ".join(names[0].split()) if names else platform.processor() or "unknown processor"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch._guards import TracingContext
 
+from bilevel.compiled.building import Later, built_beside
 from bilevel.compiled.merging import merge_products, share_rows
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Traced:
             try:
                 return self._ready_for(arguments)
             except Exception as error:  # whatever it is, the run can go on without
-                raise NotCompiledError(_reason(error)) from error
+                raise _refusal(error) from error
 
     def _ready_for(self, arguments: tuple[Any, ...]) -> Ready:
         self._backend.ready = NOTHING
@@ -243,7 +244,8 @@ def _compile(
     work.append(operations(graph))
     if not on_gpu:
         share_rows(graph, threads=1 if _alone(work) else torch.get_num_threads())
-    compiled = compile_fx_inner(graph, inputs, **options)
+    with built_beside(_refusal):
+        compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
     return compiled
@@ -300,11 +302,10 @@ def _direct(run: Callable[[list[Any]], Any], arguments: tuple[Any, ...]) -> Code
     What it does beside is for arguments that are no tensors, and for outputs.
     """
     inside = [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
-    names = [getattr(entry, "__name__", None) for entry in inside]
-    if names == ["inductor_entry_cpp"] and all(isinstance(a, torch.Tensor) for a in arguments):
-        (entry,) = inside
-        handles: Callable[..., Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-        return lambda inputs: entry(handles(inputs))
+    match inside:
+        case [Later() as entry] if all(isinstance(a, torch.Tensor) for a in arguments):
+            handles: Callable[..., Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+            return lambda inputs: entry.function(handles(inputs))
     return lambda inputs: run(list(inputs))
 
 
@@ -325,6 +326,11 @@ def _cpu_options() -> dict[str, Any]:
 def _outputs(graph: torch.fx.GraphModule) -> Any:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     return output.args[0]
+
+
+def _refusal(error: Exception) -> NotCompiledError:
+    """What an error while something was compiled comes to."""
+    return NotCompiledError(_reason(error))
 
 
 def _reason(error: Exception) -> str:
