@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -212,3 +213,48 @@ def test_a_scalar_whose_terms_are_finite_but_whose_sum_is_not() -> None:
         with pytest.raises(NonFiniteError, match=r"^Phi, the sum of upper\(x, y\)"):  # noqa: PT012
             watch.scalar(terms["upper(x, y)"] + terms["lower(x, y)"], terms)
             watch.read()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second", "third", "rates", "quantity"),
+    [
+        (1.0, 2.0, 3.0, (0.1, 0.1), None),
+        (1.0, math.nan, math.inf, (0.1, 0.1), "the gradient of y[1]"),
+        (1.0, 2.0, -math.inf, (0.1, 0.1), "the gradient of z"),
+        (1.0, 2.0, 3.0, (0.1, 1e38), "the step of z"),
+        (1.0, -2.0, math.nan, (1e38, 0.1), "the step of y"),
+    ],
+)
+def test_of_several_variables_the_first_that_is_bad_is_named(
+    at_once: bool,
+    first: float,
+    second: float,
+    third: float,
+    rates: tuple[float, float],
+    quantity: str | None,
+) -> None:
+    y, z = Variable.copy_of([torch.zeros(1), torch.zeros(2)], "y"), _variable(0.0, third)
+    y.set_grads([torch.tensor([first]), torch.tensor([0.0, second])])
+    z.name, z.gradient_names = "z", ["the gradient of z"]
+    watch = Watch(7, at_once=at_once)
+    moves = list(zip((y, z), rates, strict=True))
+    if quantity is None:
+        watch.gradients(moves)
+        watch.read()
+        return
+    message = re.escape(f"{quantity} is not finite at step 7")
+    with pytest.raises(NonFiniteError, match=f"^{message}"):  # noqa: PT012
+        watch.gradients(moves)
+        watch.read()
+
+
+def test_gradients_of_several_types_are_looked_at_together() -> None:
+    """1e5 is a number of the one type, but not of the other."""
+    for rate, fine in ((1e3, True), (1e5, False)):
+        y = Variable.copy_of([torch.zeros(1), torch.zeros(1, dtype=torch.float16)], "y")
+        y.set_grads([torch.ones(1), torch.ones(1, dtype=torch.float16)])
+        watch = Watch(0, at_once=False)
+        watch.gradients([(y, rate)])
+        assert watch.bad is not None
+        assert bool(watch.bad) is not fine

@@ -314,18 +314,16 @@ class TeamWatch(Watch):
         self._stops = at_once
 
     def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
-        ours: list[tuple[Variable, float, list[str], list[Tensor]]] = []
+        ours: list[tuple[Variable, list[str], list[Tensor], float]] = []
         alone = False
         for variable, rate in moves:
             names, mine = self._split(variable, variable.grads(), averaged)
             alone = self._others(variable, rate) or alone
-            ours.append((variable, rate, names, mine))
+            ours.append((variable, names, mine, rate))
         if alone or not averaged:
-            tensors = [] if averaged else [grad for *_, mine in ours for grad in mine]
+            tensors = [] if averaged else [grad for *_, mine, _ in ours for grad in mine]
             self._tell(tensors, moves[0][0].device)
-        for variable, rate, names, mine in ours:
-            if mine:
-                self._note(variable, names, mine, rate)
+        self.steps(ours)
         if self._stops:
             self.read()
 
@@ -388,14 +386,8 @@ class TeamWatch(Watch):
             )
             if kind is not Averaged.HERE
         ]
-        if found:
-            self._note(variable, [name for name, _ in found], [t for _, t in found], rate)
+        self.steps([(variable, [name for name, _ in found], [t for _, t in found], rate)])
         return bool(found)
-
-    def _note(self, variable: Variable, names: list[str], grads: list[Tensor], rate: float) -> None:
-        peaks = largest_entries(grads)
-        step = 4 * (torch.stack(peaks).amax() * rate).abs()
-        self.numbers([*names, f"the step of {variable.name}"], [*peaks, step])
 
     def _tell(self, tensors: list[Tensor], device: torch.device) -> None:
         """Average the tensors, and learn whether any rank has met a bad number."""
