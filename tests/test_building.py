@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,7 @@ from bilevel import F2SA
 from bilevel.compiled import building
 from bilevel.compiled.building import Later, built_beside
 from bilevel.errors import CompileWarning
-from tests.test_compiled import SETTINGS, assert_same, program, solver
-
-compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+from tests.test_compiled import SETTINGS, assert_same, compiler, program, solver
 
 
 def refusal(error: Exception) -> Exception:
@@ -79,13 +76,12 @@ def test_all_is_begun_before_any_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert events == ["begun"] * 3 + ["waited for"] * 3
 
 
+@compiler
 @pytest.mark.parametrize("broken", [0, 1], ids=["the inner step", "the step of x"])
 def test_a_run_goes_on_where_the_compiler_fails(
     broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the middle of a step, of which the first part was compiled."""
-    if broken and shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
     build = CppBuilder.build
     programs: list[str] = []
 

@@ -258,3 +258,23 @@ def test_gradients_of_several_types_are_looked_at_together() -> None:
         watch.gradients([(y, rate)])
         assert watch.bad is not None
         assert bool(watch.bad) is not fine
+
+
+def test_what_was_noted_may_be_written_over_before_it_is_read() -> None:
+    """As a captured graph does with the values that it returned the last time."""
+    value, gradient = torch.tensor(math.nan), torch.tensor([1.0, math.inf])
+    y = Variable.copy_of(torch.zeros(2), "y")
+    y.set_grads([gradient])
+    for quantity, note in (
+        ("upper", lambda watch: watch.scalar(value, {"upper": value})),
+        ("lower", lambda watch: watch.numbers(["lower"], [value])),
+        ("the gradient of y", lambda watch: watch.gradients([(y, 0.1)])),
+    ):
+        watch = Watch(0, at_once=False)
+        value.fill_(math.nan)
+        gradient.fill_(math.inf)
+        note(watch)
+        value.fill_(1.0)
+        gradient.fill_(1.0)
+        with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite"):
+            watch.read()

@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
         self._step = step
         self._at_once = at_once
-        self._notes: list[tuple[list[str], list[Tensor]]] = []
+        self._notes: list[tuple[list[str], Tensor]] = []
         self._fine: Tensor | None = None if before is None else before._fine
         self._posted: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -44,18 +44,17 @@ class Watch:
         if self._at_once and math.isfinite(value.item()):
             return
         names = [*terms, "Phi, the sum of " + ", ".join(terms) + ","]
-        values = [term.detach() for term in (*terms.values(), value)]
-        if self._at_once:
-            require_finite(self._step, names, values)
-        else:  # a sum with a term that is not finite is not
-            self._note(names, values, values[-1].abs() < math.inf)
+        self.numbers(names, [term.detach() for term in (*terms.values(), value)])
 
     def numbers(self, names: list[str], values: list[Tensor]) -> None:
         """0-dimensional tensors and what they are."""
         if self._at_once:
             require_finite(self._step, names, values)
-        else:
-            self._note(names, values, torch.stack(values).abs().amax() < math.inf)
+            return
+        seen = torch.stack(values)  # a copy: a captured graph writes its results over the last ones
+        fine = seen.abs().amax() < math.inf  # false for NaN, and fewer launches than isfinite
+        self._fine = fine if self._fine is None else self._fine & fine
+        self._notes.append((names, seen))
 
     def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
         """Variables with gradients on their leaves, each with the length of the step to come.
@@ -116,12 +115,7 @@ class Watch:
             here = slice(len(values) // 2, len(values) // 2 + len(own))
             names += [*own_names, *[f"the step of {variable.name}"] * len(own)]
             values += [*peaks[here], *lengths[here]]
-        self._note(names, values, torch.stack(list(lengths)).amax() < math.inf)
-
-    def _note(self, names: list[str], values: list[Tensor], fine: Tensor) -> None:
-        """Remember numbers and what they are; ``fine``: whether all of them are finite."""
-        self._fine = fine if self._fine is None else self._fine & fine
-        self._notes.append((names, values))
+        self.numbers(names, values)
 
     @property
     def bad(self) -> Tensor | None:
@@ -155,8 +149,10 @@ class Watch:
 
     def _first_bad(self) -> tuple[int, str] | None:
         """Which of the numbers noted is the first that is not finite, and what it is."""
-        noted = (pair for note in self._notes for pair in zip(*note, strict=True))
+        noted = (
+            pair for names, seen in self._notes for pair in zip(names, seen.tolist(), strict=True)
+        )
         for place, (name, value) in enumerate(noted):
-            if not math.isfinite(value.item()):
+            if not math.isfinite(value):
                 return place, name
         return None
