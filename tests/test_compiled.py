@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
 from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
-from bilevel.compiled import Program, feed, tracing
+from bilevel.compiled import Program, feed, gathering, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.schedules import Power
@@ -54,10 +54,23 @@ def graphs_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 graphs = pytest.mark.usefixtures("graphs_only")
 
 
-@pytest.fixture(params=["all together", "in groups", "one by one", "by compiled code"])
+@pytest.fixture(
+    params=[
+        "all together",
+        "in groups",
+        "one by one",
+        "beside",
+        "groups beside",
+        "by compiled code",
+    ]
+)
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minibatches are gathered ahead, as many together as fit into the caches, or not."""
-    few = {"in groups": 700, "one by one": 0}  # bytes; an evaluation has some 250
+    few = {"in groups": 700, "one by one": 0, "groups beside": 700}  # bytes; one has some 250
+    if request.param.endswith("beside"):
+        gathering._helper()  # which sees how many threads there really are
+        monkeypatch.setattr(feed, "LARGE", 0)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if request.param in few:
         monkeypatch.setattr(feed, "TOGETHER", few[request.param])
     if request.param == "by compiled code":
@@ -748,6 +761,36 @@ def test_the_settings_of_torch_are_as_before() -> None:
     finally:
         torch.set_num_threads(threads)
     assert [getattr(torch._dynamo.config, name) for name in names] == before
+
+
+@pytest.mark.parametrize(
+    ("large", "alone", "threads", "helped"),
+    [(0, True, 2, True), (1 << 20, True, 2, False), (0, False, 2, False), (0, True, 1, False)],
+    ids=["small evaluations", "few bytes", "evaluations by all threads", "one thread"],
+)
+def test_a_second_thread_gathers_only_where_it_has_the_time(
+    monkeypatch: pytest.MonkeyPatch, large: int, alone: bool, threads: int, helped: bool
+) -> None:
+    def run_graph(*arguments: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:
+        get = _run_graph(*arguments)
+        return lambda inputs: get(inputs)._replace(alone=alone)
+
+    asked: list[int] = []
+
+    class Noted(gathering.Block):
+        def provide(self, part: int) -> None:
+            asked.append(part)
+            super().provide(part)
+
+    gathering._helper()  # which sees how many threads there really are
+    monkeypatch.setattr(feed, "Block", Noted)
+    monkeypatch.setattr(tracing, "compile_graph", run_graph)
+    monkeypatch.setattr(feed, "LARGE", large)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    run = solver(F2SA(**{**SETTINGS, "inner_steps": 4}), compile=True)
+    run.step()
+    program(run)
+    assert asked == ([0, 1, 2, 3] if helped else [])  # 4 inner evaluations and one for x
 
 
 # Kernels

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.compiled.gathering import Block, Copies, doubling, gather
 from bilevel.compiled.tracing import Ready
 from bilevel.streams import Draw, NoData, Nodes, Rows, Sample, Stream, mapped_rows, take_rows
 
 TOGETHER = 1 << 22
 """So many bytes of minibatches are gathered together, on a CPU: they should stay in its caches."""
+
+LARGE = 1 << 20
+"""With fewer bytes than these to gather together a second thread is not worth being woken."""
 
 
 class Level:
@@ -72,15 +76,15 @@ class Level:
             steps, samples, size = self._numbers.shape
             self._flat.copy_(self._stream.ahead(steps * samples, size))
 
-    def copies(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """What to gather for the evaluations from the first to before the last.
-
-        Columns, the numbers of their rows, and where they go.
-        """
-        if self._numbers is not None:
-            numbers = self._numbers[first:last].view(-1)
-            for column, rows in self._columns:
-                yield column, numbers, rows[: len(numbers)]
+    def copies(self, first: int, last: int, place: int) -> Copies:
+        """What to gather for the evaluations from the first to before the last, from a place on."""
+        if self._numbers is None:
+            return ()
+        numbers = self._numbers[first:last].view(-1)
+        start = place * self._numbers[0].numel()
+        there = slice(start, start + len(numbers))
+        # .data, or torch takes all minibatches for changed when one of them is
+        return tuple((column, numbers, rows.data[there]) for column, rows in self._columns)
 
     def slot(self, place: int, sample: int) -> Any:
         """One minibatch of the evaluation that has its rows at that place."""
@@ -110,8 +114,8 @@ class Feed:
         steps: how many evaluations an outer step has.
         device: where they are evaluated.
         ahead: whether minibatches may be gathered before they are needed. On a CPU they are: whole
-            rows are copied, by all threads, where compiled code would look up every few numbers
-            which row they belong to.
+            rows are copied, where compiled code would look up every few numbers which row they
+            belong to.
 
     Attributes:
         together: of how many evaluations the minibatches are gathered together; 0: of none.
@@ -141,6 +145,8 @@ class Feed:
             self.together = min(steps, max(1, TOGETHER // size))
             for level in levels:
                 level.make_slots(self.together)
+        self._large = self.together * size >= LARGE
+        self._gathering: dict[bool, dict[int, Ready]] = {}
         self._gathered = [
             self._samples(partial(self._upper.slot, place), partial(self._lower.slot, place))
             for place in range(self.together)
@@ -156,16 +162,34 @@ class Feed:
         self._upper.fill()
         self._lower.fill()
 
-    def gathering(self, step: int) -> Ready | None:
+    def gathering(self, step: int, *, beside: bool) -> Ready | None:
         """What has to be run before an evaluation so that its :meth:`gathered` samples are there.
 
-        None: that was done for an earlier one.
+        Those of several are gathered by all threads; ``beside``: by a second thread, while the
+        evaluations before them run. None: what is run before an earlier one will do.
         """
-        if not self.together or step % self.together:
+        if not self.together:
             return None
-        last = min(step + self.together, self.steps)
-        copies = (copy for level in (self._upper, self._lower) for copy in level.copies(step, last))
-        return Ready(_gather, tuple(copies))
+        beside = beside and self._large
+        if beside not in self._gathering:
+            self._gathering[beside] = dict(self._gatherings(beside))
+        return self._gathering[beside].get(step)
+
+    def _gatherings(self, beside: bool) -> Iterator[tuple[int, Ready]]:
+        """By the number of an evaluation, what has to be run before it."""
+        for first in range(0, self.steps, self.together):
+            last = min(first + self.together, self.steps)
+            if not beside:
+                yield first, Ready(gather, self._copies(first, last, 0))
+                continue
+            parts = doubling(last - first)
+            block = Block([self._copies(first + a, first + b, a) for a, b in parts])
+            for part, (place, _) in enumerate(parts):
+                yield first + place, Ready(partial(_provide, block), (part,), alone=True)
+
+    def _copies(self, first: int, last: int, place: int) -> Copies:
+        levels = (self._upper, self._lower)
+        return tuple(copy for level in levels for copy in level.copies(first, last, place))
 
     def gathered(self, step: int) -> list[Sample]:
         """For each point its sample in an evaluation, at a place that stays the same."""
@@ -190,9 +214,8 @@ class Feed:
         ]
 
 
-def _gather(copies: tuple[tuple[Tensor, Tensor, Tensor], ...]) -> None:
-    for column, numbers, rows in copies:
-        torch.index_select(column, 0, numbers, out=rows)
+def _provide(block: Block, part: tuple[int]) -> None:
+    block.provide(*part)
 
 
 class Drawn(Draw):

@@ -350,7 +350,12 @@ class Program:
 
     def _gathering(self, step: int) -> Iterator[Ready]:
         """What has to be gathered before an evaluation."""
-        if self._feed is not None and (ready := self._feed.gathering(step)) is not None:
+        if self._feed is None:
+            return
+        # what gathers ahead knows its first evaluation
+        alone = self._first is not None and self._first.alone
+        ready = self._feed.gathering(step, beside=alone and torch.get_num_threads() > 1)
+        if ready is not None:
             yield ready
 
     def _samples_of(self, step: int) -> Samples:
