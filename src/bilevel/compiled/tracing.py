@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import subprocess
 import types
@@ -96,12 +97,13 @@ class Traced:
         # a code object of its own: what is compiled lives as long as that, and no longer
         own = types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
         self._backend = _Backend(device)
-        self._function = torch.compile(
-            types.MethodType(own, method.__self__),
-            backend=self._backend,
-            fullgraph=True,
-            dynamic=False,
-        )
+        with _uncollected():
+            self._function = torch.compile(
+                types.MethodType(own, method.__self__),
+                backend=self._backend,
+                fullgraph=True,
+                dynamic=False,
+            )
 
     @property
     def compilations(self) -> int:
@@ -119,6 +121,7 @@ class Traced:
             # numbers are taken as they are: to find out which may vary takes another trace
             torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True),
             warnings.catch_warnings(),
+            _uncollected(),
         ):
             warnings.simplefilter("ignore")  # what torch says to itself while it compiles
             TensorifyState.clear()  # it outlives a trace, and may be that of another function
@@ -132,6 +135,22 @@ class Traced:
         with torch.enable_grad():
             self._function(*arguments)
         return self._backend.ready
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, Python does not look for garbage.
+
+    A compiler's modules and graphs are millions of objects, of which little is garbage; to look
+    through them again and again is a tenth of the time until a step comes from the cache.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Backend:
