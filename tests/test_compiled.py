@@ -924,11 +924,22 @@ def test_small_steps_run_on_one_thread_and_large_ones_on_all(
         batch_size=500,
         compile=True,
     )
+    from torch._inductor import compile_fx, config
+
+    made_for: list[int] = []
+    make = compile_fx.compile_fx_inner
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        made_for.append(config.cpp.threads)
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", noting)
     seen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     run.step(measure=False)
     assert program(run).compilations == 2
+    assert made_for == [1 if alone else 7] * 2
     assert seen[:1] == ([1] if alone else [])
     assert seen[-1:] == ([7] if alone else [])
 

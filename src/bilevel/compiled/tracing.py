@@ -252,6 +252,7 @@ def _compile(
     **options: Any,
 ) -> Any:
     """Compile a graph of primitive operations, unless it draws random numbers."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     for node in graph.graph.nodes:
@@ -261,9 +262,11 @@ def _compile(
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     merge_products(graph, wasteful=on_gpu)
     work.append(operations(graph))
+    threads = 1 if _alone(work) else torch.get_num_threads()
     if not on_gpu:
-        share_rows(graph, threads=1 if _alone(work) else torch.get_num_threads())
-    with built_beside(_refusal):
+        share_rows(graph, threads=threads)
+    # or kernels wake other threads, which go on looking for work when there is none for them
+    with built_beside(_refusal), config.patch({"cpp.threads": threads}):
         compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
