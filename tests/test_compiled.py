@@ -11,7 +11,7 @@ import copy
 import gc
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,6 +54,14 @@ def graphs_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 graphs = pytest.mark.usefixtures("graphs_only")
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch has, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(
     params=[
         "all together",
@@ -64,13 +72,14 @@ graphs = pytest.mark.usefixtures("graphs_only")
         "by compiled code",
     ]
 )
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def both_ways(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
     """Minibatches are gathered ahead, as many together as fit into the caches, or not."""
     few = {"in groups": 700, "one by one": 0, "groups beside": 700}  # bytes; one has some 250
     if request.param.endswith("beside"):
-        gathering._helper()  # which sees how many threads there really are
         monkeypatch.setattr(feed, "LARGE", 0)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        threads(2)
     if request.param in few:
         monkeypatch.setattr(feed, "TOGETHER", few[request.param])
     if request.param == "by compiled code":
@@ -746,20 +755,16 @@ def test_what_was_compiled_goes_with_its_solver() -> None:
 
 
 @graphs
-def test_the_settings_of_torch_are_as_before() -> None:
+def test_the_settings_of_torch_are_as_before(threads: Callable[[int], None]) -> None:
     import torch._dynamo
 
     names = ("trace_autograd_ops", "specialize_float")
     before = [getattr(torch._dynamo.config, name) for name in names]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        run = solver(SCHEMES["forward"], compile=True)
-        run.step()
-        assert torch.get_num_threads() == 2
-        assert torch.is_grad_enabled()
-    finally:
-        torch.set_num_threads(threads)
+    threads(2)
+    run = solver(SCHEMES["forward"], compile=True)
+    run.step()
+    assert torch.get_num_threads() == 2
+    assert torch.is_grad_enabled()
     assert [getattr(torch._dynamo.config, name) for name in names] == before
 
 
@@ -795,33 +800,38 @@ def test_garbage_is_collected_as_before(collects: bool, fails: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("large", "alone", "threads", "helped"),
+    ("large", "alone", "count", "helped"),
     [(0, True, 2, True), (1 << 20, True, 2, False), (0, False, 2, False), (0, True, 1, False)],
     ids=["small evaluations", "few bytes", "evaluations by all threads", "one thread"],
 )
 def test_a_second_thread_gathers_only_where_it_has_the_time(
-    monkeypatch: pytest.MonkeyPatch, large: int, alone: bool, threads: int, helped: bool
+    monkeypatch: pytest.MonkeyPatch,
+    threads: Callable[[int], None],
+    large: int,
+    alone: bool,
+    count: int,
+    helped: bool,
 ) -> None:
     def run_graph(*arguments: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:
         get = _run_graph(*arguments)
         return lambda inputs: get(inputs)._replace(alone=alone)
 
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
     class Noted(gathering.Block):
-        def provide(self, part: int) -> None:
-            asked.append(part)
-            super().provide(part)
+        def provide(self, group: int, part: int) -> None:
+            asked.append((group, part))
+            super().provide(group, part)
 
-    gathering._helper()  # which sees how many threads there really are
     monkeypatch.setattr(feed, "Block", Noted)
     monkeypatch.setattr(tracing, "compile_graph", run_graph)
     monkeypatch.setattr(feed, "LARGE", large)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    threads(count)
     run = solver(F2SA(**{**SETTINGS, "inner_steps": 4}), compile=True)
     run.step()
     program(run)
-    assert asked == ([0, 1, 2, 3] if helped else [])  # 4 inner evaluations and one for x
+    # 4 inner evaluations and one for x: the first, the second, two, and the last
+    assert asked == ([(0, 0), (0, 1), (0, 2), (0, 3)] if helped else [])
 
 
 # Kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,35 +22,48 @@ from bilevel.compiled import gathering
 from bilevel.compiled.gathering import Block, doubling
 
 COLUMN = torch.arange(300.0).reshape(100, 3)
-PARTS = 5
+GROUPS, PARTS = 2, 5
+PLACES = [(group, part) for group in range(GROUPS) for part in range(PARTS)]
 
 
 class Minibatches:
     """Numbers that change from step to step, and a block that gathers the rows of them."""
 
     def __init__(self) -> None:
-        self.numbers = torch.zeros(PARTS, 4, dtype=torch.int64)
+        self.numbers = torch.zeros(GROUPS, PARTS, 4, dtype=torch.int64)
         self.rows = torch.zeros(PARTS, 4, 3)
         self.block = Block(
             [
-                ((COLUMN, numbers, rows),)
-                for numbers, rows in zip(self.numbers, self.rows, strict=True)
+                [
+                    ((COLUMN, numbers, rows),)
+                    for numbers, rows in zip(of_group, self.rows, strict=True)
+                ]
+                for of_group in self.numbers
             ]
         )
         self._generator = torch.Generator().manual_seed(0)
 
     def draw(self) -> None:
-        self.numbers.copy_(torch.randint(100, (PARTS, 4), generator=self._generator))
+        self.numbers.copy_(torch.randint(100, self.numbers.shape, generator=self._generator))
 
-    def provide(self, parts: range) -> None:
-        for part in parts:
-            self.block.provide(part)
+    def provide(self, start: int, stop: int) -> None:
+        """Ask for parts, counted through all groups."""
+        for group, part in PLACES[start:stop]:
+            self.block.provide(group, part)
 
     def assert_step(self) -> None:
         self.draw()
-        for part in range(PARTS):
-            self.block.provide(part)
-            assert torch.equal(self.rows[part], COLUMN[self.numbers[part]])
+        for group, part in PLACES:
+            self.block.provide(group, part)
+            assert torch.equal(self.rows[part], COLUMN[self.numbers[group, part]])
+
+
+@pytest.fixture(autouse=True)
+def at_most_minutes() -> Iterator[None]:
+    """A thread that waits for ever is told from one that is slow."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
@@ -85,22 +101,36 @@ def test_every_part_has_its_rows(slow: dict[bool, float], helper: float, asking:
 def test_the_helper_gathers_meanwhile(slow: dict[bool, float]) -> None:
     minibatches = Minibatches()
     minibatches.draw()
-    minibatches.block.provide(0)
+    minibatches.provide(0, 1)
     deadline = time.monotonic() + 30
-    while not torch.equal(minibatches.rows, COLUMN[minibatches.numbers]):
+    while not torch.equal(minibatches.rows, COLUMN[minibatches.numbers[0]]):
         assert time.monotonic() < deadline, "nobody gathered the parts that nobody asked for"
         time.sleep(0.001)
 
 
 def test_without_the_helper_whoever_asks_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asleep: SimpleQueue[Block | None] = SimpleQueue()
-    monkeypatch.setattr(gathering._helper(), "blocks", asleep)
+    asleep = SimpleNamespace(blocks=SimpleQueue())
+    monkeypatch.setattr(gathering, "_helper", lambda: asleep)
     minibatches = Minibatches()
     for _ in range(3):
         minibatches.assert_step()
 
 
-@pytest.mark.parametrize("asked", range(1, PARTS))
+def test_where_no_thread_can_be_started_whoever_asks_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(gathering, "_helper_here", None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    minibatches = Minibatches()
+    for _ in range(3):
+        minibatches.assert_step()
+    assert gathering._helper_here is None
+
+
+@pytest.mark.parametrize("asked", range(1, GROUPS * PARTS))
 def test_a_step_that_was_left_does_not_disturb_the_next(
     slow: dict[bool, float], asked: int
 ) -> None:
@@ -108,7 +138,7 @@ def test_a_step_that_was_left_does_not_disturb_the_next(
     minibatches = Minibatches()
     for _ in range(10):
         minibatches.draw()
-        minibatches.provide(range(asked))
+        minibatches.provide(0, asked)
         minibatches.assert_step()
         last = minibatches.rows.clone()
         time.sleep(0.005)
@@ -121,34 +151,55 @@ def test_an_error_reaches_whoever_asks_and_the_next_step_is_sound(
 ) -> None:
     minibatches = Minibatches()
     minibatches.draw()
-    minibatches.numbers[2, 1] = 100
+    minibatches.numbers[0, 2, 1] = 100
     slow[not by_helper] = 0.02
-    minibatches.block.provide(0)
+    minibatches.provide(0, 1)
     time.sleep(0.01 if by_helper else 0.0)
     with pytest.raises((IndexError, RuntimeError), match="index out of range"):
-        minibatches.provide(range(1, PARTS))
+        minibatches.provide(1, PARTS)
     slow[not by_helper] = 0.0
     minibatches.assert_step()
 
 
-def test_threads_that_others_start_have_as_many_of_their_own_as_before() -> None:
-    gathering._forget()  # so that the helper is started here
+def test_the_helper_has_one_thread_and_those_that_others_start_as_many_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_helper: list[int] = []
+    fast = gathering.gather
+
+    def gather(copies: Any) -> None:
+        fast(copies)
+        if threading.current_thread().name == "bilevel-gathering":
+            by_helper.append(torch.get_num_threads())
+        else:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(gathering, "gather", gather)
+    monkeypatch.setattr(gathering, "_helper_here", None)  # so that one is started here
     before = torch.get_num_threads()
-    Minibatches().assert_step()
     seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert seen == [torch.get_num_threads()] == [before]
+    torch.set_num_threads(2)
+    try:
+        Minibatches().assert_step()
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        seen.append(torch.get_num_threads())
+        assert gathering._helper_here is not None
+        gathering._helper_here.end()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 2]
+    assert set(by_helper) == {1}
 
 
 def test_the_helper_keeps_no_data() -> None:
     column = torch.zeros(100, 3)
     gone = weakref.ref(column)
     numbers, rows = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, 3)
-    block = Block([((column, numbers[i], rows[i]),) for i in range(2)])
-    block.provide(0)
-    block.provide(1)
+    block = Block([[((column, numbers[i], rows[i]),) for i in range(2)]])
+    block.provide(0, 0)
+    block.provide(0, 1)
     Minibatches().assert_step()  # by now the helper is done with the first
     del block, column
     gc.collect()
@@ -195,19 +246,21 @@ from bilevel.compiled.gathering import Block
 
 column, numbers = torch.zeros(100_000, 100), torch.randint(100_000, (20, 1000))
 rows = torch.zeros(20, 1000, 100)
-block = Block([((column, numbers[i], rows[i]),) for i in range(20)])
+block = Block([[((column, numbers[i], rows[i]),) for i in range(20)]])
 for part in range({parts}):
-    block.provide(part)
+    block.provide(0, part)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_data_that_require_gradients_are_gathered_as_they_are() -> None:
     column = COLUMN.clone().requires_grad_()
     numbers, rows = torch.tensor([[3], [5], [7]]), torch.zeros(3, 1, 3)
-    block = Block([((column, numbers[i], rows[i]),) for i in range(3)])
+    block = Block([[((column, numbers[i], rows[i]),) for i in range(3)]])
     with torch.no_grad():
         for part in range(3):
-            block.provide(part)
+            block.provide(0, part)
     assert torch.equal(rows[:, 0], COLUMN[[3, 5, 7]])

@@ -165,8 +165,8 @@ class Feed:
     def gathering(self, step: int, *, beside: bool) -> Ready | None:
         """What has to be run before an evaluation so that its :meth:`gathered` samples are there.
 
-        Those of several are gathered by all threads; ``beside``: by a second thread, while the
-        evaluations before them run. None: what is run before an earlier one will do.
+        Those of several are gathered by all threads; ``beside``: as far as it gets by a second one,
+        while the evaluations before them run. None: what is run before an earlier one will do.
         """
         if not self.together:
             return None
@@ -177,15 +177,23 @@ class Feed:
 
     def _gatherings(self, beside: bool) -> Iterator[tuple[int, Ready]]:
         """By the number of an evaluation, what has to be run before it."""
-        for first in range(0, self.steps, self.together):
-            last = min(first + self.together, self.steps)
-            if not beside:
-                yield first, Ready(gather, self._copies(first, last, 0))
-                continue
-            parts = doubling(last - first)
-            block = Block([self._copies(first + a, first + b, a) for a, b in parts])
-            for part, (place, _) in enumerate(parts):
-                yield first + place, Ready(partial(_provide, block), (part,), alone=True)
+        firsts = range(0, self.steps, self.together)
+        counts = [min(self.together, self.steps - first) for first in firsts]
+        if not beside:
+            for first, count in zip(firsts, counts, strict=True):
+                yield first, Ready(gather, self._copies(first, first + count, 0))
+            return
+        parts = [doubling(count) for count in counts]
+        block = Block(
+            [
+                [self._copies(first + start, first + end, start) for start, end in own]
+                for first, own in zip(firsts, parts, strict=True)
+            ]
+        )
+        provide = partial(_provide, block)
+        for group, (first, own) in enumerate(zip(firsts, parts, strict=True)):
+            for part, (start, _) in enumerate(own):
+                yield first + start, Ready(provide, (group, part), alone=True)
 
     def _copies(self, first: int, last: int, place: int) -> Copies:
         levels = (self._upper, self._lower)
@@ -214,7 +222,7 @@ class Feed:
         ]
 
 
-def _provide(block: Block, part: tuple[int]) -> None:
+def _provide(block: Block, part: tuple[int, int]) -> None:
     block.provide(*part)
 
 

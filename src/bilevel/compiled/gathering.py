@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -40,15 +41,17 @@ def doubling(count: int) -> list[tuple[int, int]]:
 class Block:
     """Minibatches that are gathered part by part, in the order in which they are needed.
 
-    Whoever comes first gathers the next part: a helping thread, or the one that needs it and would
-    have to wait. So nothing depends on when the helper gets to run.
+    Whoever comes first gathers a next part: a helping thread, or the one that asks for parts and
+    would have to wait. So nothing depends on when a helper gets to run, or on there being one.
 
     Args:
-        parts: what has to be gathered for each.
+        groups: of the parts of each, what has to be gathered. All groups go to the same places:
+            when one begins, that before it is needed no more.
     """
 
-    def __init__(self, parts: Sequence[Copies]) -> None:
-        self._parts = parts
+    def __init__(self, groups: Sequence[Sequence[Copies]]) -> None:
+        self._groups = groups
+        self._parts = groups[0]
         self._left: deque[int] = deque()
         self._there: set[int] = set()
         self._news: SimpleQueue[None] = SimpleQueue()
@@ -56,27 +59,28 @@ class Block:
         self._helping = threading.Lock()
         self._error: Exception | None = None
 
-    def provide(self, part: int) -> None:
-        """Have a part there; with the first, which is asked for before all others, begin anew."""
+    def provide(self, group: int, part: int) -> None:
+        """Have a part of a group there; the first part, to be asked for first, begins the group."""
         if part == 0:
-            self._begin()
+            self._begin(group)
         while part not in self._there:
             if self._error is not None:
                 raise self._error
             if not self._gather_next():
                 self._news.get()  # the helper has begun with it, and will tell
 
-    def _begin(self) -> None:
+    def _begin(self, group: int) -> None:
         helper = _helper()
         if helper is not self._helper:  # in a forked process what the other held is never let go
             self._helper, self._helping = helper, threading.Lock()
         self._left.clear()  # of a step that did not come to its end
         with self._helping:
+            self._parts = self._groups[group]
             self._there.clear()
             self._error = None
             self._news = SimpleQueue()
         self._left.extend(range(1, len(self._parts)))
-        if self._left:
+        if self._left and helper is not None:
             helper.blocks.put(self)
         gather(self._parts[0])
         self._there.add(0)
@@ -114,6 +118,7 @@ class _Helper(threading.Thread):
         torch.set_num_threads(torch.get_num_threads())  # or threads of others would begin with one
 
     def run(self) -> None:
+        torch.get_num_threads()  # or torch would do away with the next line when it is first used
         torch.set_num_threads(1)  # of this thread's own
         self._runs.set()
         with torch.no_grad():
@@ -137,12 +142,13 @@ _helper_here: _Helper | None = None
 _starting = threading.Lock()
 
 
-def _helper() -> _Helper:
-    """One for all runs."""
+def _helper() -> _Helper | None:
+    """One for all runs; None where no more threads may be started."""
     global _helper_here
     with _starting:
         if _helper_here is None:
-            _helper_here = _Helper()
+            with suppress(RuntimeError):
+                _helper_here = _Helper()
         return _helper_here
 
 

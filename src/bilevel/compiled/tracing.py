@@ -262,11 +262,13 @@ def _compile(
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     merge_products(graph, wasteful=on_gpu)
     work.append(operations(graph))
-    threads = 1 if _alone(work) else torch.get_num_threads()
+    settings: dict[str, Any] = {}
     if not on_gpu:
+        threads = 1 if _alone(work) else torch.get_num_threads()
         share_rows(graph, threads=threads)
-    # or kernels wake other threads, which go on looking for work when there is none for them
-    with built_beside(_refusal), config.patch({"cpp.threads": threads}):
+        # or kernels wake other threads, which go on looking for work when there is none for them
+        settings["cpp.threads"] = threads
+    with built_beside(_refusal), config.patch(settings):
         compiled = compile_fx_inner(graph, inputs, **options)
     if not _outputs(graph):
         kernels.append(compiled)
