@@ -27,7 +27,7 @@ from torch.utils.data import (
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
 from bilevel.problem import FORWARD, evaluate
-from bilevel.streams import Draw, Stream, Together, stream_of
+from bilevel.streams import Draw, Indexed, Stream, Together, stream_of
 from bilevel.variables import Variable
 
 ROWS = 10
@@ -370,6 +370,35 @@ def test_a_solver_that_went_on_can_go_back(name: str) -> None:
     for _ in range(4):
         solver.step()
     assert torch.equal(solver.x, expected)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 40, 41, 300, 655, 656])
+def test_minibatches_are_those_of_one_draw_of_the_whole_block(stop: int) -> None:
+    """However few of its numbers are drawn at a time, and wherever a run is resumed."""
+
+    def stream(seed: int) -> Indexed:
+        return Indexed(1000, lambda rows: rows, batch_size=100, seed=seed)
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = [torch.randint(1000, (1 << 16,), generator=generator) for _ in range(2)]
+    known = [batch for block in blocks for batch in block.split(100)[:655]]  # 36 are left over
+    first = stream(3)
+    found = [first.next().clone() for _ in range(stop)]
+    resumed = stream(4)
+    resumed.load_state_dict(first.state_dict())
+    found += [resumed.next().clone() for _ in range(1310 - stop)]
+    assert all(map(torch.equal, found, known))
+
+
+def test_numbers_that_were_given_out_have_not_changed_when_more_are_drawn() -> None:
+    stream = Indexed(1000, lambda rows: rows, batch_size=100, seed=0)
+    values = torch.ones(1000, requires_grad=True)
+    total = (values * values).index_select(0, stream.next()).sum()
+    for _ in range(100):
+        stream.next()
+    total.backward()  # torch would refuse, had the numbers that it keeps been written to
+    assert values.grad is not None
+    assert values.grad.sum() == 200
 
 
 def test_loaders_that_share_a_generator_resume() -> None:

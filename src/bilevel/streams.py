@@ -32,6 +32,7 @@ Nodes: TypeAlias = Sequence[tuple[bool, bool]]
 """For each copy of the lower variable whether f, and whether g, is evaluated at it."""
 
 _BLOCK = 1 << 16  # indices drawn at a time: one call to the generator serves many minibatches
+_FIRST = 1 << 12  # of them, on a CPU, before more are needed: short runs need no more
 _PROBES = 8  # minibatches in a sample that stands for all data
 
 
@@ -145,6 +146,7 @@ class Indexed(Stream):
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._block = torch.empty(0, dtype=torch.int64, device=device)
         self._block_state = self._generator.get_state()
+        self._drawn = 0
         self._used = 0
         self._everything: Any = None
 
@@ -185,18 +187,31 @@ class Indexed(Stream):
         return self._block[self._used - count : self._used]
 
     def _advance(self, count: int) -> bool:
-        """Give out that many numbers of rows, the last used of the block; True: of a new block."""
-        refilled = self._used + count > len(self._block)
-        if refilled:
+        """Give out that many numbers of rows, the last used ones; True: some of them are new."""
+        if self._used + count > len(self._block):
+            self._draw(len(self._block))
             self._block_state = self._generator.get_state()
             self._refill(max(count, _BLOCK))
         self._used += count
-        return refilled
+        new = self._used > self._drawn
+        if new:
+            self._draw(self._used)
+        return new
 
     def _refill(self, size: int) -> None:
-        device = self._generator.device
-        self._block = torch.randint(self._length, (size,), generator=self._generator, device=device)
-        self._used = 0
+        self._block = torch.empty(size, dtype=torch.int64, device=self._generator.device)
+        self._drawn = self._used = 0
+
+    def _draw(self, count: int) -> None:
+        """Draw so many of the block or more; a CPU draws them one by one, in parts as at once."""
+        if self._block.device.type == "cpu":
+            count = min(max(count, 2 * self._drawn, _FIRST), len(self._block))
+        else:
+            count = len(self._block)
+        new = self._block.data[self._drawn : count]  # .data: what was given out has not changed
+        if len(new):
+            new.random_(self._length, generator=self._generator)
+        self._drawn = count
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -251,13 +266,16 @@ class Numbers:
 
     def __init__(self, streams: Sequence[Indexed]) -> None:
         self._streams = streams
-        self._blocks = torch.stack([stream._block for stream in streams])
+        self._blocks = self._drawn()
+
+    def _drawn(self) -> Tensor:
+        return torch.stack([stream._block[: stream._drawn] for stream in self._streams])
 
     def next(self, count: int) -> Tensor:
         """The next ``count`` numbers of each."""
-        refilled = [stream._advance(count) for stream in self._streams]
-        if refilled[0]:
-            self._blocks = torch.stack([stream._block for stream in self._streams])
+        new = [stream._advance(count) for stream in self._streams]
+        if new[0]:
+            self._blocks = self._drawn()
         used = self._streams[0]._used
         return self._blocks[:, used - count : used]
 
