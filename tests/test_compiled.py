@@ -524,7 +524,8 @@ def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> N
 
     class InOrder(bilevel.streams.Rows):
         def _refill(self, size: int) -> None:
-            self._block, self._used, self._drawn = torch.arange(8), 0, 8
+            super()._refill(8)
+            self._block, self._drawn = torch.arange(8), 8
 
     def states(compile: bool) -> dict[str, Any]:
         data = rows.clone()

@@ -26,9 +26,10 @@ from torch.utils.data import (
 
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
-from bilevel.problem import FORWARD, evaluate
+from bilevel.problem import FORWARD, Weights, evaluate
 from bilevel.streams import Draw, Indexed, Stream, Together, stream_of
 from bilevel.variables import Variable
+from bilevel.watch import Watch
 
 ROWS = 10
 CPU = torch.device("cpu")
@@ -721,7 +722,7 @@ def measured_noise(multiplier: float, shared: bool, repeats: int = 400) -> float
     for _ in range(repeats):
         ((at_y, at_z),) = draw.direction(FORWARD.nodes, shared)
         phi = evaluate(LOGISTIC, FORWARD, x, copies, [at_y, at_z])
-        phi.backward(multiplier, step=0)
+        phi.backward(Weights(1.0, multiplier), Watch(0, at_once=True))
         total += float((x.take_grads()[0] - mean).square().sum())
     return total / repeats
 

@@ -206,13 +206,27 @@ def test_gradients_and_steps(
         watch.read()
 
 
-def test_a_scalar_whose_terms_are_finite_but_whose_sum_is_not() -> None:
-    terms = {"upper(x, y)": torch.tensor(3e38), "lower(x, y)": torch.tensor(3e38)}
-    for at_once in (True, False):
-        watch = Watch(0, at_once=at_once)
-        with pytest.raises(NonFiniteError, match=r"^Phi, the sum of upper\(x, y\)"):  # noqa: PT012
-            watch.scalar(terms["upper(x, y)"] + terms["lower(x, y)"], terms)
-            watch.read()
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("values", "quantity"),
+    [
+        ((1.0, -2.0), None),
+        ((3e38, 3e38), None),  # their sum overflows, they do not
+        ((1.0, math.nan), "lower"),
+        ((math.inf, -math.inf), "upper"),
+    ],
+)
+def test_scalars(at_once: bool, values: tuple[float, ...], quantity: str | None) -> None:
+    def look() -> None:
+        watch = Watch(3, at_once=at_once)
+        watch.scalars([torch.tensor(value) for value in values], lambda: ["upper", "lower"])
+        watch.read()
+
+    if quantity is None:
+        look()
+        return
+    with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite at step 3"):
+        look()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -266,7 +280,7 @@ def test_what_was_noted_may_be_written_over_before_it_is_read() -> None:
     y = Variable.copy_of(torch.zeros(2), "y")
     y.set_grads([gradient])
     for quantity, note in (
-        ("upper", lambda watch: watch.scalar(value, {"upper": value})),
+        ("upper", lambda watch: watch.scalars([value], lambda: ["upper"])),
         ("lower", lambda watch: watch.numbers(["lower"], [value])),
         ("the gradient of y", lambda watch: watch.gradients([(y, 0.1)])),
     ):

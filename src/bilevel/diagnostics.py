@@ -19,12 +19,13 @@ from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
 from bilevel.methods import Method, PenaltyMethod, method_of
 from bilevel.methods.implicit import Slope, gradient
 from bilevel.methods.vectors import conjugate_gradients, flat, unflat
-from bilevel.problem import Problem, Stencil, evaluate
+from bilevel.problem import Problem, Stencil, Weights, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.rows import dense
 from bilevel.streams import Sample
 from bilevel.variables import Variable, held
+from bilevel.watch import Watch
 
 
 def hypergradient(
@@ -141,7 +142,7 @@ def check_hypergradient(
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
         with held(*points):
             phi = evaluate(problem, stencil, at_x, points, [sample] * len(points))
-            phi.backward(lam, step=0)
+            phi.backward(Weights(1.0, lam), Watch(0, at_once=True))
     direction = dense(at_x.take_grads())
     truth, found = flat(exact), flat(direction)
     return HypergradientCheck(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from bilevel.methods import F2SA, State
 from bilevel.methods.f2sa import F2SAState
 from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now, Update
-from bilevel.problem import Phi, Problem, Term
+from bilevel.problem import Phi, Problem, Term, Weights
 from bilevel.sets import Projection
 from bilevel.stacked_streams import UnbatchableError
 from bilevel.streams import Draw
@@ -129,11 +128,11 @@ class StackedWatch(Watch):
         super().__init__(step, at_once=True)
         self._runs = runs
 
-    def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
-        if math.isfinite(value.detach().sum().item()):
-            return
-        whole = "Phi, the sum of " + ", ".join(terms) + ","
-        self._look(torch.isfinite(value), {**terms, whole: value})
+    def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
+        of_runs = torch.stack([value.detach() for value in values])
+        if not math.isfinite(of_runs.sum().item()):
+            named = dict(zip(names(), of_runs, strict=True))
+            self._look(torch.isfinite(of_runs).all(0), named)
 
     def numbers(self, names: list[str], values: list[Tensor]) -> None:
         named = dict(zip(names, values, strict=True))
@@ -166,18 +165,13 @@ class StackedWatch(Watch):
         self._runs.require(good, self._step, culprit)
 
 
-@dataclass(frozen=True)
 class StackedPhi(Phi):
-    """Phi of every run; ``upper``, ``lower`` and the terms hold one number per run."""
+    """Phi of every run; the terms hold one number per run, and so may a multiplier."""
 
-    def backward_of(
-        self, value: Tensor, step: int, watch: Watch | None = None, scale: float = 1.0
-    ) -> None:
-        assert watch is not None, "what looks after one run cannot look after many"
-        assert scale == 1.0, "loss_scale is for one run"
-        watch.scalar(value, self.terms)
-        if value.requires_grad:
-            value.sum().backward(inputs=self.leaves)  # type: ignore[no-untyped-call]
+    def _seed(self, weights: Weights, value: Tensor, weight: float | Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight.to(value.dtype)
+        return super()._seed(weights, value, weight).expand_as(value)
 
 
 class StackedProblem(Problem):
@@ -238,12 +232,12 @@ class StackedProblem(Problem):
 
     def combine(
         self,
-        upper: Tensor | None,
-        lower: Tensor | None,
-        terms: dict[str, Tensor],
+        x: Variable,
+        parts: list[tuple[Term, Tensor]],
         leaves: list[Tensor],
+        wrappers: Sequence[Any],
     ) -> Phi:
-        return StackedPhi(upper, lower, terms, leaves)
+        return StackedPhi(x, parts, leaves, wrappers)
 
     def watch(
         self,

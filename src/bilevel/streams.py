@@ -144,10 +144,8 @@ class Indexed(Stream):
         self._take = take
         self._batch_size = batch_size
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._block = torch.empty(0, dtype=torch.int64, device=device)
         self._block_state = self._generator.get_state()
-        self._drawn = 0
-        self._used = 0
+        self._refill(0)
         self._everything: Any = None
 
     def next(self) -> Any:
@@ -188,8 +186,8 @@ class Indexed(Stream):
 
     def _advance(self, count: int) -> bool:
         """Give out that many numbers of rows, the last used ones; True: some of them are new."""
-        if self._used + count > len(self._block):
-            self._draw(len(self._block))
+        if self._used + count > self._size:
+            self._draw(self._size)
             self._block_state = self._generator.get_state()
             self._refill(max(count, _BLOCK))
         self._used += count
@@ -199,15 +197,16 @@ class Indexed(Stream):
         return new
 
     def _refill(self, size: int) -> None:
+        self._size = size
         self._block = torch.empty(size, dtype=torch.int64, device=self._generator.device)
         self._drawn = self._used = 0
 
     def _draw(self, count: int) -> None:
         """Draw so many of the block or more; a CPU draws them one by one, in parts as at once."""
         if self._block.device.type == "cpu":
-            count = min(max(count, 2 * self._drawn, _FIRST), len(self._block))
+            count = min(max(count, 2 * self._drawn, _FIRST), self._size)
         else:
-            count = len(self._block)
+            count = self._size
         new = self._block.data[self._drawn : count]  # .data: what was given out has not changed
         if len(new):
             new.random_(self._length, generator=self._generator)
@@ -216,7 +215,7 @@ class Indexed(Stream):
     def state_dict(self) -> dict[str, Any]:
         return {
             "generator": self._block_state.clone(),
-            "block": len(self._block),
+            "block": self._size,
             "used": self._used,
         }
 
@@ -253,7 +252,7 @@ class Rows(Indexed):
 
         The stream moves on as if they had been taken one by one.
         """
-        if self._used + batches * size <= len(self._block):
+        if self._used + batches * size <= self._size:
             return self._indices(batches * size)
         return torch.cat([self._indices(size) for _ in range(batches)])
 
@@ -750,11 +749,10 @@ def mapped_rows(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """What a function makes of a tensor, or of each tensor in a tuple or dict."""
     if isinstance(data, Tensor):
         return function(data)
-    if isinstance(data, Mapping):
-        return {key: mapped_rows(function, value) for key, value in data.items()}
-    if hasattr(data, "_fields"):
-        return type(data)(*(mapped_rows(function, value) for value in data))
-    return tuple([mapped_rows(function, value) for value in data])
+    if isinstance(data, tuple | list):  # before Mapping, which takes longer to ask for
+        parts = [mapped_rows(function, value) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    return {key: mapped_rows(function, value) for key, value in data.items()}
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

@@ -498,8 +498,15 @@ def _check_builder(build: Callable[[], Any], name: str) -> None:
         return
 
 
-def differentiate(value: Tensor, leaves: Sequence[Tensor], wrappers: Sequence[Any] = ()) -> None:
-    """Leave the gradient of ``value`` on the leaves, by the route on which hooks fire.
+def differentiate(
+    values: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    wrappers: Sequence[Any] = (),
+    seeds: Sequence[Tensor] | None = None,
+) -> None:
+    """Leave the gradient of the sum of the values on the leaves, by the route on which hooks fire.
+
+    With ``seeds`` each value counts so many times.
 
     A ``DistributedDataParallel`` expects one backward pass after each forward pass, and would not
     average a second; it is told of every one that begins. What ``fully_shard`` has divided is not
@@ -508,11 +515,21 @@ def differentiate(value: Tensor, leaves: Sequence[Tensor], wrappers: Sequence[An
     for wrapper in wrappers:
         if any(leaf.requires_grad for leaf in wrapper.parameters()):
             wrapper.reducer._rebuild_buckets()
-            wrapper.reducer.prepare_for_backward([value] if wrapper.find_unused_parameters else [])
+            outputs = list(values) if wrapper.find_unused_parameters else []
+            wrapper.reducer.prepare_for_backward(outputs)
     if any(map(is_sharded, leaves)):
-        value.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(values, seeds)
+    elif seeds is None or _engine is None:
+        torch.autograd.backward(values, seeds, inputs=leaves)
     else:
-        value.backward(inputs=leaves)  # type: ignore[no-untyped-call]
+        # the graph is not kept, nor is one of the gradients made
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        _engine(tuple(values), tuple(seeds), False, False, tuple(leaves), **options)
+
+
+# What torch.autograd.backward calls, after it has looked at its arguments for as long as several
+# small operations take. None: this version of torch does not have it.
+_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,12 +39,11 @@ class Watch:
         """k, of the outer step that it is for."""
         return self._step
 
-    def scalar(self, value: Tensor, terms: Mapping[str, Tensor]) -> None:
-        """A scalar that is about to be differentiated, and the named terms that it is made of."""
-        if self._at_once and math.isfinite(value.item()):
+    def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
+        """Scalars that are about to be differentiated, and what they are called, if asked."""
+        if self._at_once and all(math.isfinite(value.item()) for value in values):
             return
-        names = [*terms, "Phi, the sum of " + ", ".join(terms) + ","]
-        self.numbers(names, [term.detach() for term in (*terms.values(), value)])
+        self.numbers(names(), [value.detach() for value in values])
 
     def numbers(self, names: list[str], values: list[Tensor]) -> None:
         """0-dimensional tensors and what they are."""

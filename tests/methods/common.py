@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from bilevel import variables
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -21,3 +24,17 @@ class OnceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return grad * y
+
+
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """Grows by what is differentiated with every backward pass from here on, whoever starts it."""
+    engine = torch.autograd.graph._engine_run_backward
+    passes: list[tuple[Tensor, ...]] = []
+
+    def run(values: tuple[Tensor, ...], *args: Any, **options: Any) -> Any:
+        passes.append(values)
+        return engine(values, *args, **options)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
+    monkeypatch.setattr(variables, "_engine", run)
+    return passes

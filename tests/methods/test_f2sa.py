@@ -13,6 +13,7 @@ from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.schedules import Constant, Power
 from tests.methods import recursions
+from tests.methods.common import counted_passes
 
 GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
 UPPER, LAM = Power(0.3, 20, -0.5), Power(5.0, 20, 0.2)
@@ -174,14 +175,7 @@ def test_a_step_costs_what_the_algorithm_says() -> None:
 
 
 def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    backward = torch.Tensor.backward
-
-    def counted(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        calls.append(self)
-        backward(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    passes = counted_passes(monkeypatch)
     problem = Quadratic()
     for method, expected in (
         (bilevel.F2SA(0.1, 0.1, inner_steps=5), 6),
@@ -189,9 +183,9 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
         (bilevel.F2SA(0.1, 0.1, inner_steps=5, coupling="independent"), 6),
     ):
         solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
-        calls.clear()
+        passes.clear()
         solver.step()
-        assert len(calls) == expected
+        assert len(passes) == expected
 
 
 @pytest.mark.parametrize("scheme", ["forward", "midpoint", "central"])

@@ -17,11 +17,12 @@ from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import COUPLINGS
 from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState
-from bilevel.problem import FORWARD, Problem, evaluate
+from bilevel.problem import FORWARD, Problem, evaluate, separately
 from bilevel.rows import Total, added
 from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.streams import Draw
 from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,9 @@ class BOME(DescentMethod[GapState]):
         with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
             for samples in draw.direction(FORWARD.nodes, self.coupling == "shared"):
                 phi = evaluate(problem, FORWARD, x, [y, z], samples)
-                for total, term in zip(totals, (phi.upper, phi.lower), strict=True):
-                    if term is not None:
-                        phi.backward_of(term, k)
-                        total.add([*x.take_grads(), *y.take_grads()])
+                for total, weights in zip(totals, separately(), strict=True):
+                    phi.backward(weights, Watch(k, at_once=True))
+                    total.add([*x.take_grads(), *y.take_grads()])
                 gap += 0.0 if phi.lower is None else float(phi.lower.detach())
                 tally.add(samples[0], phi.terms)
 

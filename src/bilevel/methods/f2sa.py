@@ -18,7 +18,16 @@ from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Now, Update, updates_of_copies
-from bilevel.problem import FORWARD, MIDPOINT, Problem, Stencil, accumulate, central, evaluate
+from bilevel.problem import (
+    FORWARD,
+    MIDPOINT,
+    Problem,
+    Stencil,
+    Weights,
+    accumulate,
+    central,
+    evaluate,
+)
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
 from bilevel.watch import Watch
@@ -262,7 +271,7 @@ class F2SA(PaperMethod[F2SAState]):
         x, points = state.x, state.points
         nodes, shared = self.stencil.nodes, self.shared
         lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
-        moves = self.moves(state, now)
+        moves, weights = self.moves(state, now), Weights(1.0, lam)
         late = state.may_be_late
         one_by_one = self._one_by_one and not draw.chunked
         watch = problem.watch(state.k, x.device, before=state.unread)
@@ -271,24 +280,26 @@ class F2SA(PaperMethod[F2SAState]):
             for _ in range(done, self.inner_steps - self.single_pass):
                 if one_by_one:
                     samples = draw.inner(nodes, shared)
-                    self._one_after_another(problem, state, lam, samples, moves, watch, True)
+                    self._one_after_another(problem, state, weights, samples, moves, watch, True)
                 else:
                     for samples in draw.inner_parts(nodes, shared):
-                        self._differentiate(problem, state, lam, samples, watch)
+                        self._differentiate(problem, state, weights, samples, watch)
                     self._move_copies(state, moves, watch)
 
         tally = Tally(problem, state, measure, watch)
         if self.single_pass and one_by_one:
             samples = draw.inner(nodes, shared)
             tally.evaluate(_reported(samples), self._names(x, points, samples))
-            terms = self._one_after_another(problem, state, lam, samples, moves, watch, late)
+            terms = self._one_after_another(problem, state, weights, samples, moves, watch, late)
             tally.take(terms)
         elif self.single_pass:
             parts = draw.inner_parts(nodes, shared)
-            self._direction(problem, state, lam, parts, tally, watch)
+            self._direction(problem, state, weights, parts, tally, watch)
         else:
             with held(*points), buffers_kept(x, *points):
-                self._direction(problem, state, lam, draw.direction(nodes, shared), tally, watch)
+                self._direction(
+                    problem, state, weights, draw.direction(nodes, shared), tally, watch
+                )
         watch.complete(x)
         upper_lr = state.x_update.choose(now.upper)
         watch.gradients([(x, upper_lr)], averaged=True)
@@ -316,7 +327,7 @@ class F2SA(PaperMethod[F2SAState]):
         self,
         problem: Problem,
         state: F2SAState,
-        lam: float,
+        weights: Weights,
         samples: list[Sample],
         moves: Moves,
         watch: Watch,
@@ -335,7 +346,7 @@ class F2SA(PaperMethod[F2SAState]):
                 watch.read()
             update.apply(rate, gain, bad=watch.bad)
 
-        terms = self._accumulated(problem, state, lam, samples, watch, move)
+        terms = self._accumulated(problem, state, weights, samples, watch, move)
         self._recentre(state, len(moves.steps))
         return terms
 
@@ -356,26 +367,31 @@ class F2SA(PaperMethod[F2SAState]):
         self,
         problem: Problem,
         state: F2SAState,
-        lam: float,
+        weights: Weights,
         parts: Iterable[list[Sample]],
         tally: Tally,
         watch: Watch,
     ) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""
         for samples in parts:
-            terms = self._differentiate(problem, state, lam, samples, watch)
+            terms = self._differentiate(problem, state, weights, samples, watch)
             tally.add(_reported(samples), terms)
 
     def _differentiate(
-        self, problem: Problem, state: F2SAState, lam: float, samples: list[Sample], watch: Watch
+        self,
+        problem: Problem,
+        state: F2SAState,
+        weights: Weights,
+        samples: list[Sample],
+        watch: Watch,
     ) -> dict[str, Tensor]:
         """Leave the gradient of Phi on the leaves; its terms."""
 
         def attempt(scale: float) -> dict[str, Tensor]:
             if self.accumulate:
-                return self._accumulated(problem, state, lam, samples, watch, scale=scale)
+                return self._accumulated(problem, state, weights, samples, watch, scale=scale)
             phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-            phi.backward(lam, state.k, watch, scale)
+            phi.backward(weights, watch, scale)
             return phi.terms
 
         return state.scaling.differentiate(attempt, [state.x, *state.points])
@@ -384,7 +400,7 @@ class F2SA(PaperMethod[F2SAState]):
         self,
         problem: Problem,
         state: F2SAState,
-        lam: float,
+        weights: Weights,
         samples: list[Sample],
         watch: Watch,
         done: Callable[[Variable], None] | None = None,
@@ -392,7 +408,16 @@ class F2SA(PaperMethod[F2SAState]):
     ) -> dict[str, Tensor]:
         kept_as = self.accumulate if isinstance(self.accumulate, torch.dtype) else None
         return accumulate(
-            problem, self.stencil, state.x, state.points, samples, lam, watch, done, kept_as, scale
+            problem,
+            self.stencil,
+            state.x,
+            state.points,
+            samples,
+            weights,
+            watch,
+            done,
+            kept_as,
+            scale,
         )
 
     def moves(self, state: F2SAState, now: Now) -> Moves:

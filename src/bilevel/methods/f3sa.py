@@ -17,7 +17,7 @@ from bilevel.errors import ArgumentError
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.updates import Update, updates_of_copies
-from bilevel.problem import FORWARD, Phi, Problem, Stencil, evaluate
+from bilevel.problem import FORWARD, Phi, Problem, Stencil, Weights, evaluate, separately
 from bilevel.randomness import Rewind
 from bilevel.rows import added, dense, entries
 from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
@@ -247,9 +247,9 @@ class F3SA(PaperMethod[F3SAState]):
             raise ArgumentError(f"momentum({k}) must be at most 1, not {eta!r}")
         return eta
 
-    def _terms(self, phi: Phi, lam: float) -> list[Tensor | None]:
-        """The scalars whose gradients have an estimator each."""
-        return [phi.upper, phi.lower] if self.recursion == "separate" else [phi.at(lam)]
+    def _weights(self, lam: float) -> Sequence[Weights]:
+        """Of the parts of Phi, for each gradient with an estimator."""
+        return separately() if self.recursion == "separate" else [Weights(1.0, lam)]
 
     def _direction(self, estimates: Gradients, lam: float) -> list[Tensor]:
         """The estimate of the gradient of f + lam * g."""
@@ -272,9 +272,8 @@ class F3SA(PaperMethod[F3SAState]):
         with held(x):
             phi = evaluate(problem, self.stencil, x, [y, z], samples, rewind)
             gradients = []
-            for term in self._terms(phi, lam):
-                assert term is not None, "an inner sample has all terms"
-                phi.backward_of(term, watch.step, watch)
+            for weights in self._weights(lam):
+                phi.backward(weights, watch)
                 gradients.append(dense(y.take_grads()))
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
         weight = -1.0 if self.recursion == "separate" else -lam
@@ -286,10 +285,9 @@ class F3SA(PaperMethod[F3SAState]):
         self, totals: Gradients, phi: Phi, watch: Watch, lam: float, x: Variable
     ) -> None:
         """Add to ``totals`` the gradient in x of each term."""
-        for total, term in zip(totals, self._terms(phi, lam), strict=True):
-            if term is not None:
-                phi.backward_of(term, watch.step, watch)
-                torch._foreach_add_(total, x.take_grads())
+        for total, weights in zip(totals, self._weights(lam), strict=True):
+            phi.backward(weights, watch)
+            torch._foreach_add_(total, x.take_grads())
 
 
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:

@@ -12,11 +12,12 @@ from bilevel.methods.no_bilevel import LOWER
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState, gap_gradients
-from bilevel.problem import FORWARD, Problem, evaluate
+from bilevel.problem import FORWARD, Problem, Weights, evaluate
 from bilevel.rows import added
 from bilevel.schedules import Power, Rate
 from bilevel.streams import Draw
 from bilevel.variables import Variable, held
+from bilevel.watch import Watch
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
 """c_k = c0 * (k + 1)^p with c0 = 10 and p = 1/4."""
@@ -114,7 +115,7 @@ class MEHA(PenaltyMethod[GapState]):
 
         with held(x):
             phi = evaluate(problem, LOWER, x, [theta], draw.inner(LOWER.nodes, shared=False))
-            phi.backward(1.0, k)
+            phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
         self._add_pull(theta, y, 1.0)
         theta.require_finite_grads(k, gamma)
         state.z_update.apply(gamma)

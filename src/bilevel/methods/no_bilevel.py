@@ -16,10 +16,11 @@ from bilevel.methods.updates import (
     Update,
     rate_or_optimizer,
 )
-from bilevel.problem import Problem, Stencil, evaluate
+from bilevel.problem import Problem, Stencil, Weights, evaluate
 from bilevel.schedules import Constant
 from bilevel.streams import Draw
 from bilevel.variables import Variable, held
+from bilevel.watch import Watch
 
 LOWER = Stencil(upper=(0.0,), lower=(1.0,), centre=(1.0,))
 """Phi = lam * g(x, y): one copy, which solves the lower level."""
@@ -31,7 +32,7 @@ def train(
     """One gradient step of y on g(x, .), on a sample of its own."""
     with held(x):
         phi = evaluate(problem, LOWER, x, [y], draw.inner(LOWER.nodes, shared=False))
-        phi.backward(1.0, k)
+        phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
     y.require_finite_grads(k, rate)
     update.apply(rate)
 

@@ -382,7 +382,7 @@ def slope_of(
             for batch in sample:
                 value = objective(x, y, batch) / len(sample)
                 if value.requires_grad:
-                    differentiate(value, y.leaves, y.wrappers)
+                    differentiate([value], y.leaves, y.wrappers)
         return mean(flat(y.take_grads()))
 
     return slope

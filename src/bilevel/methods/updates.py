@@ -157,6 +157,7 @@ class Update:
             for index, project in enumerate(projections)
             if project is not None
         ]
+        self._longest = min(float(torch.finfo(leaf.dtype).max) for leaf in variable.leaves)
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         if factory is not None:
@@ -242,21 +243,17 @@ class Update:
 
     def _step(self, grads: Sequence[Tensor], rate: float) -> None:
         """Add ``rate`` times the gradients, of a sparse one only in the rows that it touches."""
-        whole: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        if abs(rate) > self._longest:  # no number of some leaf's type, though the step is one
+            grads, rate = [(rate * grad.double()).to(grad.dtype) for grad in grads], 1.0
+        leaves, steps = [], []
         for leaf, grad in zip(self._variable.leaves, grads, strict=True):
-            (values,) = entries([grad]) if grad.is_sparse else [part_of(grad)]
-            factor = rate
-            if abs(rate) > torch.finfo(leaf.dtype).max:
-                # the rate is no number of that type, though the step is one
-                values, factor = (rate * values.double()).to(values.dtype), 1.0
             if grad.is_sparse:
-                leaf.index_add_(0, touched(grad), values, alpha=factor)
+                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
             else:
-                leaves, steps = whole.setdefault(factor, ([], []))
                 leaves.append(part_of(leaf))
-                steps.append(values)
-        for factor, (leaves, steps) in whole.items():
-            torch._foreach_add_(leaves, steps, alpha=factor)
+                steps.append(part_of(grad))
+        if leaves:
+            torch._foreach_add_(leaves, steps, alpha=rate)
 
     @torch.no_grad()
     def project(self, moved: Sequence[Tensor] | None = None) -> None:

@@ -12,9 +12,10 @@ from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.updates import Update
-from bilevel.problem import FORWARD, Problem, Stencil, evaluate
+from bilevel.problem import FORWARD, Problem, Stencil, Weights, evaluate
 from bilevel.streams import Draw, Sample
 from bilevel.variables import Variable, buffers_kept, held
+from bilevel.watch import Watch
 
 
 @dataclass
@@ -57,7 +58,7 @@ def gap_gradients(
     with held(z), buffers_kept(x, z):
         for samples in parts:
             phi = evaluate(problem, FORWARD, x, [y, z], samples)
-            phi.backward(lam, state.k)
+            phi.backward(Weights(1.0, lam), Watch(state.k, at_once=True))
             tally.add(samples[0], phi.terms)
 
 
