@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -324,17 +323,17 @@ class Phi:
     leaves: list[Tensor]
     wrappers: Sequence[Any] = ()
 
-    @cached_property
+    @property
     def terms(self) -> dict[str, Tensor]:
         """The values by name: ``{"upper(x, y)": ..., "lower(x, y)": ..., ...}``."""
         return {term.name(self.x): value for term, value in self.parts}
 
-    @cached_property
+    @property
     def upper(self) -> Tensor | None:
         """sum_i u_i * f(x, y_i); None where the sample has no part for f."""
         return self._sum("upper")
 
-    @cached_property
+    @property
     def lower(self) -> Tensor | None:
         """sum_i w_i * g(x, y_i); None where the sample has no part for g."""
         return self._sum("lower")
@@ -348,11 +347,12 @@ class Phi:
 
     def at(self, multiplier: Tensor) -> Tensor:
         """The scalar for one multiplier."""
-        if self.lower is None:
-            assert self.upper is not None, "a sample without any term"
-            return self.upper
-        scaled = multiplier.to(self.lower.dtype) * self.lower
-        return scaled if self.upper is None else self.upper + scaled
+        upper, lower = self.upper, self.lower
+        if lower is None:
+            assert upper is not None, "a sample without any term"
+            return upper
+        scaled = multiplier.to(lower.dtype) * lower
+        return scaled if upper is None else upper + scaled
 
     def backward(self, weights: Weights, watch: Watch, scale: float = 1.0) -> None:
         """Leave ``scale`` times the gradient of the weighted sum of upper and lower on the leaves.

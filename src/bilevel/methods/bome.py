@@ -155,7 +155,8 @@ class BOME(DescentMethod[GapState]):
                 for total, weights in zip(totals, separately(), strict=True):
                     phi.backward(weights, Watch(k, at_once=True))
                     total.add([*x.take_grads(), *y.take_grads()])
-                gap += 0.0 if phi.lower is None else float(phi.lower.detach())
+                lower = phi.lower
+                gap += 0.0 if lower is None else float(lower.detach())
                 tally.add(samples[0], phi.terms)
 
         grad_f, grad_q = (total.gradients() for total in totals)
