@@ -284,13 +284,15 @@ class Solver:
     def x(self) -> Any:
         """A copy of the upper variable, in the structure of x0."""
         self.settle()
-        return self.state.x.detached()
+        with self._reaching():
+            return self.state.x.detached()
 
     @property
     def y(self) -> Any:
         """A copy of the lower variable that solves the lower level, in the structure of y0."""
         self.settle()
-        return self.state.solution.detached()
+        with self._reaching():
+            return self.state.solution.detached()
 
     def step(self, *, measure: bool = True) -> Info:
         """One outer step; what it reports.
@@ -346,12 +348,15 @@ class Solver:
     def _running(self) -> Iterator[None]:
         """For steps: they have the run's randomness, and leave no gradients when they break."""
         try:
-            others = nullcontext() if self.team is None else reaching(by_others=True)
-            with others, self._randomness, torch.enable_grad():
+            with self._reaching(), self._randomness, torch.enable_grad():
                 yield
         except BaseException as error:  # an interrupt too: the next step must start clean
             self._broken(error)
             raise
+
+    def _reaching(self) -> AbstractContextManager[None]:
+        """For what may send messages to other ranks: a module that is divided does in every use."""
+        return nullcontext() if self.team is None else reaching(by_others=True)
 
     def _broken(self, error: BaseException) -> None:
         self._forget_gradients()
@@ -363,6 +368,7 @@ class Solver:
         """For evaluations that are no part of the run: they begin with its randomness each time."""
         device = self.state.x.device
         with (
+            self._reaching(),
             self._randomness,
             torch.random.fork_rng([device] if device.type == "cuda" else []),
         ):
@@ -379,9 +385,11 @@ class Solver:
         self.settle()
         with self._randomness:
             draw = self.draw.state_dict()
+        with self._reaching():
+            state = self.state.state_dict()
         return {
             "method": type(self.method).__name__,
-            "state": self.state.state_dict(),
+            "state": state,
             "draw": draw,
             "randomness": self._randomness.state_dict(),
         }

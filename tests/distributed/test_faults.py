@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,14 +250,16 @@ def test_what_is_wrapped_needs_its_ranks() -> None:
 
 
 def _to_the_end(
-    rank: int, kind: str, folder: Path, die_at: int = -1
+    rank: int, kind: str, folder: Path, die_at: int | None = -1
 ) -> tuple[list[float], list[float]]:
+    """Rank 1 dies at so many evaluations of f; None: at one that is for a checkpoint."""
     calls = 0
 
     def upper(x: Any, y: Any, batch: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if rank == 1 and calls == die_at:
+        now = calls == die_at if die_at is not None else calls > 20 and _within("snapshot")
+        if rank == 1 and now:
             os.kill(os.getpid(), signal.SIGKILL)
         return tasks.upper(x, y, batch)
 
@@ -271,11 +274,16 @@ def _to_the_end(
     return result.x.tolist(), result.history["upper"].tolist()
 
 
+def _within(function: str) -> bool:
+    return any(frame.name == function for frame in traceback.extract_stack())
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["in a step", "while a checkpoint is made"])
 @pytest.mark.parametrize("kind", ["plain module", "DDP", "FSDP2"])
 def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(
-    two: Ranks, kind: str, tmp_path: Path
+    two: Ranks, kind: str, written: bool, tmp_path: Path
 ) -> None:
-    die_at = random.Random().randrange(5, 80)  # of 5 evaluations in each of 20 steps
+    die_at = None if written else random.Random().randrange(5, 80)  # 5 in each of 20 steps
     with Ranks(2, tmp_path) as doomed:
         survivor, dead = doomed.run(_dying, kind, tmp_path / "killed", die_at)
         assert dead is None, die_at
@@ -285,7 +293,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(
     assert two.run(_to_the_end, kind, tmp_path / "killed") == whole == [whole[0]] * 2, die_at
 
 
-def _dying(rank: int, kind: str, folder: Path, die_at: int) -> tuple[str, str]:
+def _dying(rank: int, kind: str, folder: Path, die_at: int | None) -> tuple[str, str]:
     return raised(lambda: _to_the_end(rank, kind, folder, die_at))
 
 
