@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernels",
         action="store_true",
-        help="compile everything in test_compiled.py down to kernels: five minutes",
+        help="compile everything in tests/compiled down to kernels: five minutes",
     )
 
 

@@ -23,10 +23,10 @@ from bilevel.errors import CheckpointError, CheckpointWarning
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
 from bilevel.schedules import Power
+from tests.compiled.common import LOWER_DATA, SCHEMES, UPPER_DATA, graphs, graphs_only  # noqa: F401
+from tests.compiled.common import lower as weighted
+from tests.compiled.common import upper as trusted
 from tests.methods.test_contract import VARIANTS, Case, variants
-from tests.test_compiled import LOWER_DATA, SCHEMES, UPPER_DATA, graphs, graphs_only  # noqa: F401
-from tests.test_compiled import lower as weighted
-from tests.test_compiled import upper as trusted
 
 
 def stopping_at(step: int) -> Any:

@@ -1,163 +1,48 @@
 """Compiled steps: the same iterates, and the same run where something cannot be compiled.
 
 Most tests trace the steps and then run the traced graphs as they are, because a compiler takes
-seconds for each; that kernels made of them compute the same is tested at the end, and of all with
-``pytest --kernels``.
+seconds for each; that kernels made of them compute the same is tested in ``test_kernels.py``, and
+of all with ``pytest --kernels``.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import shutil
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import cross_entropy, dropout
+from torch import Tensor
+from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
-from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
-from bilevel.compiled import Program, feed, gathering, tracing
+from bilevel import F2SA, Problem, Solver
+from bilevel.compiled import feed, gathering, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.schedules import Power
-from tests.test_errors import BREAKS, Switch, tensors_in
-
-ROWS = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3)
-TARGETS = torch.sin(7 * ROWS.sum(1))
-
-
-def _run_graph(
-    graph: Any, inputs: Any, options: Any
-) -> Callable[[Sequence[Any]], tracing.Compiled]:
-    def run(arguments: list[Any]) -> None:
-        with torch.enable_grad():
-            graph(*arguments)
-
-    return lambda arguments: tracing.Compiled(run, alone=True)
-
-
-@pytest.fixture
-def graphs_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are traced, and the graphs are run as they are."""
-    if not request.config.getoption("--kernels"):
-        monkeypatch.setattr(tracing, "compile_graph", _run_graph)
-
-
-graphs = pytest.mark.usefixtures("graphs_only")
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many threads torch has, for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(
-    params=[
-        "all together",
-        "in groups",
-        "one by one",
-        "beside",
-        "groups beside",
-        "by compiled code",
-    ]
+from tests.compiled.common import (
+    LOWER_DATA,
+    ROWS,
+    SCHEMES,
+    SETTINGS,
+    TARGETS,
+    UPPER_DATA,
+    assert_modules_and_numbers_move,
+    assert_same,
+    gathered,
+    graphs,
+    lower,
+    program,
+    solver,
+    upper,
 )
-def both_ways(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
-) -> None:
-    """Minibatches are gathered ahead, as many together as fit into the caches, or not."""
-    few = {"in groups": 700, "one by one": 0, "groups beside": 700}  # bytes; one has some 250
-    if request.param.endswith("beside"):
-        monkeypatch.setattr(feed, "LARGE", 0)
-        threads(2)
-    if request.param in few:
-        monkeypatch.setattr(feed, "TOGETHER", few[request.param])
-    if request.param == "by compiled code":
-        prepared = feed.Feed.__init__
-
-        def unprepared(self: Any, *arguments: Any, ahead: bool) -> None:
-            prepared(self, *arguments, ahead=False)
-
-        monkeypatch.setattr(feed.Feed, "__init__", unprepared)
-
-
-gathered = pytest.mark.usefixtures("both_ways")
-
-
-def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
-    rows, targets = batch
-    return ((rows @ y - targets) ** 2).mean()
-
-
-def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
-    rows, targets, index = batch
-    return (x[index].sigmoid() * (rows @ y - targets) ** 2).mean() + 0.1 * (y**2).sum()
-
-
-LOWER_DATA = (ROWS, TARGETS + 1, torch.arange(20))
-UPPER_DATA = (ROWS[:7], TARGETS[:7])
-
-
-def solver(method: Any, *, compile: bool, problem: Problem | None = None, **data: Any) -> Solver:
-    data = {"upper_data": UPPER_DATA, "lower_data": LOWER_DATA, "batch_size": 4} | data
-    x0, y0 = torch.zeros(20, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    return Solver(problem or Problem(upper, lower), method, x0, y0, compile=compile, **data)
-
-
-def program(run: Solver) -> Program:
-    assert run._program is not None
-    assert run._program._works
-    return run._program
-
-
-def numbers(value: Any) -> list[Tensor]:
-    """All that a state dict or an info holds."""
-    if isinstance(value, bilevel.methods.Info):
-        return tensors_in([vars(value)])
-    return [t for t in tensors_in(value) if t.is_floating_point()]
-
-
-def assert_same(runs: Iterable[Solver], steps: int, **tolerance: float) -> None:
-    """Both take steps, and agree at each in all they report and at the end in all they carry."""
-    eager, compiled = runs
-    tolerance = {"rtol": 1e-12, "atol": 1e-14} | tolerance
-    for k in range(steps):
-        told, tell = eager.step(measure=k % 2 == 0), compiled.step(measure=k % 2 == 0)
-        assert told.step == tell.step
-        assert tell.multiplier == pytest.approx(told.multiplier, rel=tolerance["rtol"])
-        for known, found in zip(numbers(told), numbers(tell), strict=True):
-            assert found.ndim == 0
-            torch.testing.assert_close(found, known, check_dtype=False, **tolerance)
-    carried, carries = eager.state_dict(), compiled.state_dict()
-    torch.testing.assert_close(carries["state"], carried["state"], **tolerance)
-    torch.testing.assert_close(carries["draw"], carried["draw"], rtol=0, atol=0)
-
-
-SETTINGS: dict[str, Any] = {"inner_steps": 3, "lower_lr": 0.2, "upper_lr": 2.0, "multiplier": 20.0}
-SCHEMES = {
-    "forward": F2SA(**SETTINGS, penalty_lr=0.05),
-    "independent": F2SA(**SETTINGS, coupling="independent"),
-    "single pass": F2SA(**SETTINGS, single_pass=True),
-    "single pass of one step": F2SA(**{**SETTINGS, "inner_steps": 1}, single_pass=True),
-    "midpoint": F2SA(**SETTINGS, scheme="midpoint"),
-    "central": F2SA(**SETTINGS, scheme="central", order=4),
-    "independent midpoint": F2SA(**SETTINGS, scheme="midpoint", coupling="independent"),
-    "accelerated": F2BA(**SETTINGS, acceleration=Nesterov(0.5)),
-    "upper optimizer": F2SA(
-        **{k: v for k, v in SETTINGS.items() if k != "upper_lr"},
-        upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.1),
-    ),
-}
+from tests.test_errors import BREAKS, Switch, tensors_in
 
 
 @graphs
@@ -225,52 +110,6 @@ def test_iterates_stay_in_their_sets(name: str) -> None:
     program(runs[1])
     assert runs[1].x.min() == -0.0005
     torch.testing.assert_close(runs[1].y.sum().item(), 0.3)
-
-
-class Net(nn.Module):
-    """Its buffers move with every forward pass in training mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
-        self.last = nn.Linear(4, 1, dtype=torch.float64)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        out = self.last(self.norm(self.first(rows)).tanh()).squeeze(-1)
-        assert isinstance(out, Tensor)
-        return out
-
-
-def assert_modules_and_numbers_move(method: Any) -> None:
-    """A module with buffers, and numbers of no dimension, as they do without compile."""
-    torch.manual_seed(0)
-    x0 = {"weights": torch.zeros(20, dtype=torch.float64), "decay": [torch.tensor(-2.0).double()]}
-    y0 = (Net(), torch.tensor(0.0).double())
-
-    def f(x: Any, y: Any, batch: Any) -> Tensor:
-        net, shift = y
-        return ((net(batch[0]) + shift - batch[1]) ** 2).mean()
-
-    def g(x: Any, y: Any, batch: Any) -> Tensor:
-        net, shift = y
-        errors = (net(batch[0]) + shift - batch[1]) ** 2
-        decay = sum((p**2).sum() for p in net.parameters()) + shift**2
-        return (x["weights"][batch[2]].sigmoid() * errors).mean() + x["decay"][0].exp() * decay
-
-    runs = [
-        Solver(
-            Problem(f, g), method, x0, y0,
-            upper_data=UPPER_DATA, lower_data=LOWER_DATA, batch_size=4, compile=c,
-        )
-        for c in (False, True)
-    ]  # fmt: skip
-    assert_same(runs, 6, rtol=1e-9)
-    program(runs[1])
-    assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
-    assert runs[1].x["decay"][0] != -2
-    assert runs[1].y[1] != 0
 
 
 @graphs
@@ -814,7 +653,7 @@ def test_a_second_thread_gathers_only_where_it_has_the_time(
     helped: bool,
 ) -> None:
     def run_graph(*arguments: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:
-        get = _run_graph(*arguments)
+        get = run_graph(*arguments)
         return lambda inputs: get(inputs)._replace(alone=alone)
 
     asked: list[tuple[int, int]] = []
@@ -833,158 +672,3 @@ def test_a_second_thread_gathers_only_where_it_has_the_time(
     program(run)
     # 4 inner evaluations and one for x: the first, the second, two, and the last
     assert asked == ([(0, 0), (0, 1), (0, 2), (0, 3)] if helped else [])
-
-
-# Kernels
-
-compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
-
-@compiler
-@gathered
-def test_kernels_take_the_steps_of_the_reference_path_in_double_precision() -> None:
-    method = F2SA(**SETTINGS)
-    known = solver(ReferenceF2SA(**SETTINGS), compile=False)
-    found = solver(method, compile=True)
-    for _ in range(100):
-        known.step()
-        found.step(measure=False)
-    assert program(found).compilations == 2
-    for variable in ("x", "y"):
-        a, b = getattr(found, variable), getattr(known, variable)
-        assert (a - b).norm() <= 1e-10 * b.norm()
-
-
-@compiler
-@gathered
-def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
-    """Softmax regression with a weight for each sample, as label cleaning has it."""
-    rows, labels = ROWS.float(), torch.arange(20) % 3
-
-    def f(x: Tensor, y: Any, batch: Any) -> Tensor:
-        return cross_entropy(batch[0] @ y["w"] + y["b"], batch[1])
-
-    def g(x: Tensor, y: Any, batch: Any) -> Tensor:
-        losses = cross_entropy(batch[0] @ y["w"] + y["b"], batch[1], reduction="none")
-        return (x[batch[2]] * losses).mean() + 0.05 * (y["w"] ** 2).sum()
-
-    runs = [
-        Solver(
-            Problem(f, g, x_set=bilevel.sets.Box(0, 1)),
-            F2SA(**SETTINGS),
-            torch.full((20,), 0.5),
-            {"w": torch.zeros(3, 3), "b": torch.zeros(3)},
-            upper_data=(rows[:7], labels[:7]),
-            lower_data=(rows, labels.flip(0), torch.arange(20)),
-            batch_size=4,
-            compile=c,
-        )
-        for c in (False, True)
-    ]
-    for _ in range(100):
-        for run in runs:
-            run.step(measure=False)
-    program(runs[1])
-    for a, b in zip(numbers([runs[1].x, runs[1].y]), numbers([runs[0].x, runs[0].y]), strict=True):
-        assert (a - b).norm() <= 1e-5 * b.norm()
-
-
-@compiler
-def test_kernels_move_modules_with_buffers_and_numbers_of_no_dimension() -> None:
-    """Of a second trace torch would leave out what is written to the latter."""
-    assert_modules_and_numbers_move(SCHEMES["forward"])
-
-
-@compiler
-def test_the_list_of_another_trace_leaves_nothing_out() -> None:
-    """Torch numbers what it keeps of tensors, in a range that all functions share."""
-    from torch._dynamo.symbolic_convert import TensorifyState
-
-    for number in range(1000):
-        TensorifyState.specialize(f"zf{number}")
-    x0, y0 = torch.tensor(-2.0).double(), torch.tensor(3.0).double()
-    runs = [
-        Solver(
-            Problem(lambda x, y, batch: (y - 1) ** 2, lambda x, y, batch: (y - x) ** 2),
-            F2SA(**SETTINGS), x0, y0, compile=c,
-        )
-        for c in (False, True)
-    ]  # fmt: skip
-    assert_same(runs, 6)
-    assert program(runs[1])
-    assert TensorifyState.empty()  # nor is anything left out of what others compile
-
-
-@compiler
-@pytest.mark.parametrize(("width", "alone"), [(10, True), (3000, False)])
-def test_small_steps_run_on_one_thread_and_large_ones_on_all(
-    width: int, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An inner step on 500 rows has three products forward and three back, 8000 * width each."""
-    rows = torch.ones(500, width)
-    run = Solver(
-        Problem(
-            lambda x, y, batch: (batch @ y).square().mean(),
-            lambda x, y, batch: (batch @ (y - x)).square().mean(),
-        ),
-        F2SA(inner_steps=1, lower_lr=1e-5, upper_lr=1e-5),
-        torch.zeros(width, 8),
-        torch.ones(width, 8),
-        upper_data=rows,
-        lower_data=rows,
-        batch_size=500,
-        compile=True,
-    )
-    from torch._inductor import compile_fx, config
-
-    made_for: list[int] = []
-    make = compile_fx.compile_fx_inner
-
-    def noting(*arguments: Any, **options: Any) -> Any:
-        made_for.append(config.cpp.threads)
-        return make(*arguments, **options)
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", noting)
-    seen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    run.step(measure=False)
-    assert program(run).compilations == 2
-    assert made_for == [1 if alone else 7] * 2
-    assert seen[:1] == ([1] if alone else [])
-    assert seen[-1:] == ([7] if alone else [])
-
-
-@compiler
-def test_kernels_stop_at_a_number_that_is_not_finite() -> None:
-    problem = Problem(
-        lambda x, y, b: ((y - x) ** 2).sum(),
-        lambda x, y, b: (torch.sqrt(y) - x.exp()).square().sum(),
-    )
-    start = torch.ones(2, dtype=torch.float64)
-    messages = []
-    for compile in (False, True):
-        run = Solver(
-            problem, F2SA(inner_steps=4, lower_lr=3.0, upper_lr=0.1), start, start, compile=compile
-        )
-        with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
-            for _ in range(50):
-                run.step(measure=False)
-        messages.append(str(caught.value))
-        assert bool(torch.isfinite(run.y).all())
-    assert messages[0] == messages[1]
-
-
-def test_work_is_products_and_entries_but_not_views() -> None:
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.T
-
-    def entries(a: Tensor, b: Tensor) -> Tensor:
-        return (a.T + 1).exp()[:2]
-
-    a, b = torch.randn(5, 7), torch.randn(3, 7)
-    works = [
-        tracing.operations(make_fx(function, tracing_mode="fake")(a, b))
-        for function in (product, entries)
-    ]
-    assert works == [2 * 5 * 7 * 3, 2 * tracing.ENTRY * 5 * 7]

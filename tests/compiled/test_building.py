@@ -16,7 +16,7 @@ from bilevel import F2SA
 from bilevel.compiled import building
 from bilevel.compiled.building import Later, built_beside
 from bilevel.errors import CompileWarning
-from tests.test_compiled import SETTINGS, assert_same, compiler, program, solver
+from tests.compiled.common import SETTINGS, assert_same, compiler, program, solver
 
 
 def refusal(error: Exception) -> Exception:
