@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -86,18 +86,31 @@ def test_a_level_without_a_part_in_the_sample_leaves_nothing(watch: Watch) -> No
 
 
 @pytest.mark.usefixtures("either_route")
-def test_a_gradient_is_the_users_and_no_longer_where_a_pass_begins(watch: Watch) -> None:
-    """What begins a backward pass is kept; here it reaches the leaf as it is."""
-    problem = bilevel.Problem(lambda x, y, batch: y, lambda x, y, batch: y + x)
-    x, y = (Variable.copy_of(torch.tensor(1.0), name) for name in ("x", "y"))
-    samples = [Sample(None, None)] * 2
-    points = FORWARD.points(y)
+@pytest.mark.parametrize(
+    ("start", "through"),
+    [
+        (torch.tensor(1.0), lambda y: y),
+        (torch.tensor(1.0), torch.sum),
+        (torch.ones(1), torch.squeeze),
+        (torch.ones(1, 1), lambda y: y.view(())),
+    ],
+    ids=["itself", "sum", "squeeze", "view"],
+)
+def test_a_gradient_is_the_users_and_no_longer_where_a_pass_begins(
+    start: Tensor, through: Callable[[Tensor], Tensor], watch: Watch
+) -> None:
+    """What begins a pass reaches these leaves as it is; whoever changes it changes no other."""
+    problem = bilevel.Problem(lambda x, y, batch: through(y), lambda x, y, batch: through(y - x))
+    x, y = (Variable.copy_of(start, name) for name in ("x", "y"))
+    stencil = central(2)  # in which both copies have the same weight on f
+    points = stencil.points(y)
     weights = Weights(1.0, None)
     for _ in range(2):
-        evaluate(problem, FORWARD, x, points, samples).backward(weights, watch)
-        (gradient,) = y.take_grads()
-        assert gradient.item() == 1
-        gradient.mul_(5)
+        evaluate(problem, stencil, x, points, [Sample(None, None)] * 3).backward(weights, watch)
+        for copy, weight in zip(points, stencil.upper, strict=False):
+            (gradient,) = copy.take_grads()
+            assert gradient.item() == weight
+            gradient.mul_(5)
 
 
 @pytest.mark.usefixtures("either_route")

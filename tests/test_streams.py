@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
+from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
@@ -27,7 +27,7 @@ from torch.utils.data import (
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
 from bilevel.problem import FORWARD, Weights, evaluate
-from bilevel.streams import Draw, Indexed, Stream, Together, stream_of
+from bilevel.streams import Draw, Indexed, Stream, Together, stream_of, take_rows
 from bilevel.variables import Variable
 from bilevel.watch import Watch
 
@@ -535,6 +535,15 @@ def test_a_step_draws_as_many_batches_as_its_algorithm_says(
 # The samples behind a direction
 
 counts = st.integers(1, 40)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, UserList])
+def test_batches_may_be_any_sequences(kind: Any) -> None:
+    rows = torch.arange(6.0)
+    (taken,) = take_rows(kind([rows]), torch.tensor([4, 1]))
+    assert torch.equal(taken, rows[[4, 1]])
+    (taken,) = take_rows(kind([rows]), slice(1, 3))
+    assert torch.equal(taken, rows[1:3])
 
 
 @settings(deadline=None)

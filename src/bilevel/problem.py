@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -372,7 +372,7 @@ class Phi:
         )
         # a part of a larger batch may hold no term in which x occurs
         begun = [
-            (value, self._seed(weights, value, weight * scale))
+            (value, self._seed(value, weight * scale))
             for _, value, weight in weighted
             if value.requires_grad
         ]
@@ -380,41 +380,21 @@ class Phi:
             values, seeds = zip(*begun, strict=True)
             differentiate(values, self.leaves, self.wrappers, seeds)
 
-    def _seed(self, weights: Weights, value: Tensor, weight: float) -> Tensor:
-        """Where the gradient of weight * value begins."""
-        return weights.seed(weight, value.dtype, value.device)
+    def _seed(self, value: Tensor, weight: float) -> Tensor:
+        return _seed(value, weight)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How much the two parts of Phi count in what is differentiated; None: not at all.
-
-    The tensors with which backward passes begin are kept, because all inner steps of an outer one
-    have the same.
-    """
+    """How much the two parts of Phi count in what is differentiated; None: not at all."""
 
     upper: float | None
     lower: float | None
-    _seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def of(self, term: Term) -> float | None:
         """The weight of one term."""
         factor = self.upper if term.level == "upper" else self.lower
         return None if factor is None else factor * term.weight
-
-    def seed(self, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A weight as a scalar tensor, of single precision at least."""
-        key = weight, dtype, device
-        found = self._seeds.get(key)
-        if found is None:
-            # half a precision may not hold it; torch converts what reaches the graph
-            dtype = torch.promote_types(dtype, torch.float32)
-            if abs(weight) > torch.finfo(dtype).max:
-                weight = math.copysign(math.inf, weight)
-            found = self._seeds[key] = torch.full((), weight, dtype=dtype, device=device)
-        return found
 
 
 def separately() -> tuple[Weights, Weights]:
@@ -471,8 +451,8 @@ def accumulate(
         if value.requires_grad:
             weight = weights.of(term)
             assert weight is not None, "all terms count"
-            seed = weights.seed(weight * scale, value.dtype, value.device)
-            differentiate([value], inputs[id(term.y)], _wrappers(x, [term.y]), [seed])
+            seeds = [_seed(value, weight * scale)]
+            differentiate([value], inputs[id(term.y)], _wrappers(x, [term.y]), seeds)
         del value  # the last that holds on to the activations
         point = term.y
         if not term.last:
@@ -547,6 +527,18 @@ def _added(total: Tensor | None, weight: float, value: Tensor) -> Tensor:
 
 def _scaled(factor: float, value: Tensor) -> Tensor:
     return value if factor == 1 else factor * value
+
+
+def _seed(value: Tensor, weight: float) -> Tensor:
+    """Where the gradient of weight * value begins.
+
+    It is a tensor of its own every time, because it may become the gradient of a leaf of one entry.
+    """
+    # half a precision may not hold it; torch converts what reaches the graph
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    if abs(weight) > torch.finfo(dtype).max:
+        weight = math.copysign(math.inf, weight)
+    return torch.full((), weight, dtype=dtype, device=value.device)
 
 
 def _scalar(name: str, value: Any) -> Tensor:

@@ -25,7 +25,7 @@ from bilevel.methods import F2SA, State
 from bilevel.methods.f2sa import F2SAState
 from bilevel.methods.pace import Pace
 from bilevel.methods.updates import Now, Update
-from bilevel.problem import Phi, Problem, Term, Weights
+from bilevel.problem import Phi, Problem, Term
 from bilevel.sets import Projection
 from bilevel.stacked_streams import UnbatchableError
 from bilevel.streams import Draw
@@ -168,10 +168,10 @@ class StackedWatch(Watch):
 class StackedPhi(Phi):
     """Phi of every run; the terms hold one number per run, and so may a multiplier."""
 
-    def _seed(self, weights: Weights, value: Tensor, weight: float | Tensor) -> Tensor:
+    def _seed(self, value: Tensor, weight: float | Tensor) -> Tensor:
         if isinstance(weight, Tensor):
             return weight.to(value.dtype)
-        return super()._seed(weights, value, weight).expand_as(value)
+        return super()._seed(value, weight).expand_as(value)
 
 
 class StackedProblem(Problem):

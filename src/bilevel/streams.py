@@ -752,7 +752,9 @@ def mapped_rows(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     if isinstance(data, tuple | list):  # before Mapping, which takes longer to ask for
         parts = [mapped_rows(function, value) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
-    return {key: mapped_rows(function, value) for key, value in data.items()}
+    if isinstance(data, Mapping):
+        return {key: mapped_rows(function, value) for key, value in data.items()}
+    return tuple([mapped_rows(function, value) for value in data])
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:

@@ -512,6 +512,7 @@ def differentiate(
     average a second; it is told of every one that begins. What ``fully_shard`` has divided is not
     in the graph itself; its gradients come with those of everything that requires one.
     """
+    assert leaves, "without any, torch would leave gradients on all that requires one"
     for wrapper in wrappers:
         if any(leaf.requires_grad for leaf in wrapper.parameters()):
             wrapper.reducer._rebuild_buckets()

@@ -41,7 +41,8 @@ class Watch:
 
     def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
         """Scalars that are about to be differentiated, and what they are called, if asked."""
-        if self._at_once and all(math.isfinite(value.item()) for value in values):
+        looks = self._at_once and values[0].device.type == "cpu"  # a device is asked once for all
+        if looks and all(math.isfinite(value.item()) for value in values):
             return
         self.numbers(names(), [value.detach() for value in values])
 

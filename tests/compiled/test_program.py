@@ -22,10 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
 from bilevel import F2SA, Problem, Solver
-from bilevel.compiled import feed, gathering, tracing
+from bilevel.compiled import feed, gathering, pieces, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.schedules import Power
+from tests.compiled import common
 from tests.compiled.common import (
     LOWER_DATA,
     ROWS,
@@ -496,7 +497,7 @@ def test_methods_without_a_compiled_form_say_so(method: Any, reason: str) -> Non
     with pytest.warns(CompileWarning, match=reason) as caught:
         compiled = solver(method, compile=True)
     assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert caught[0].filename == common.__file__  # where the solver is made
     eager = solver(method, compile=False)
     for _ in range(3):
         eager.step()
@@ -547,6 +548,41 @@ def test_steps_that_are_not_waited_for_are_the_same(
     runs = [solver(SCHEMES[name], compile=c) for c in (False, True)]
     assert_same(runs, 40)
     assert len(program(runs[1])._begun) == 0  # the state was read
+
+
+@graphs
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_terms_may_be_finite_where_their_sum_is_not(
+    mistaken: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or compiled code may be mistaken about them: what it did not do is done without it."""
+    monkeypatch.setattr("bilevel.compiled.program.may_be_late", lambda state: late)
+    if mistaken:
+        monkeypatch.setattr(pieces, "finite", lambda phi: torch.isfinite(10 * phi.upper))
+    rows = torch.arange(16.0)[:, None]
+
+    def f(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return ((y - 1) ** 2).sum() + 1e38 * (batch.mean() > 5)
+
+    runs = [
+        Solver(
+            Problem(f, lambda x, y, batch: ((y - x) ** 2).sum()),
+            F2SA(inner_steps=3, lower_lr=0.1, upper_lr=0.1, multiplier=40.0, scheme="central"),
+            torch.zeros(2), torch.zeros(2),
+            upper_data=rows, lower_data=rows, batch_size=2, compile=compile,
+        )
+        for compile in (False, True)
+    ]  # fmt: skip
+    for _ in range(20):
+        for run in runs:
+            run.step(measure=False)
+    for run in runs:
+        run.settle()
+    program(runs[1])
+    assert runs[0].k == runs[1].k == 20
+    torch.testing.assert_close(runs[1].x, runs[0].x)
+    torch.testing.assert_close(runs[1].y, runs[0].y)
 
 
 @graphs
@@ -652,8 +688,8 @@ def test_a_second_thread_gathers_only_where_it_has_the_time(
     count: int,
     helped: bool,
 ) -> None:
-    def run_graph(*arguments: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:
-        get = run_graph(*arguments)
+    def run_on(*arguments: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:
+        get = common.run_graph(*arguments)
         return lambda inputs: get(inputs)._replace(alone=alone)
 
     asked: list[tuple[int, int]] = []
@@ -664,7 +700,7 @@ def test_a_second_thread_gathers_only_where_it_has_the_time(
             super().provide(group, part)
 
     monkeypatch.setattr(feed, "Block", Noted)
-    monkeypatch.setattr(tracing, "compile_graph", run_graph)
+    monkeypatch.setattr(tracing, "compile_graph", run_on)
     monkeypatch.setattr(feed, "LARGE", large)
     threads(count)
     run = solver(F2SA(**{**SETTINGS, "inner_steps": 4}), compile=True)

@@ -90,11 +90,11 @@ class Pieces:
 
     def inner(self, samples: list[Sample] | None) -> None:
         """One inner step."""
-        _, value = self._phi(samples)
+        phi, value = self._phi(samples)
         directions = gradients(value, self._points)
         with torch.no_grad():
             ends, fine = self._steps(directions)
-            fine = fine & self.fine & torch.isfinite(value)
+            fine = fine & self.fine & finite(phi)
             self._move_copies(ends, fine)
             self.done.add_(fine.to(torch.int64))
             self.fine.copy_(fine)
@@ -106,7 +106,7 @@ class Pieces:
         with torch.no_grad():
             self._tell(phi)
             ends, fine = self._steps(directions)
-            fine = fine & self.fine & torch.isfinite(value)
+            fine = fine & self.fine & finite(phi)
             fine = self._finish(slope, fine)
             self._move_copies(ends, fine)
 
@@ -116,7 +116,7 @@ class Pieces:
         (slope,) = gradients(value, [self._x])
         with torch.no_grad():
             self._tell(phi)
-            self._finish(slope, self.fine & torch.isfinite(value))
+            self._finish(slope, self.fine & finite(phi))
 
     def part(self, samples: list[Sample] | None) -> None:
         """A part of the x direction."""
@@ -126,7 +126,7 @@ class Pieces:
             self._tell(phi)
             for total, more in zip(self.slope, slope, strict=True):
                 total.add_(more)
-            self.fine.logical_and_(torch.isfinite(value))
+            self.fine.logical_and_(finite(phi))
 
     def end(self) -> None:
         """The step of x along the parts of its direction."""
@@ -218,6 +218,14 @@ class Pieces:
         self.taken.add_(fine.to(torch.int64))
         self.done.masked_fill_(fine, 0)  # the next step begins; a broken one knows how far it came
         return fine
+
+
+def finite(phi: Phi) -> Tensor:
+    """Whether all terms are; their sum may overflow."""
+    fine, *others = [torch.isfinite(value) for _, value in phi.parts]
+    for also_fine in others:
+        fine = fine & also_fine
+    return fine
 
 
 def gradients(value: Tensor, variables: Sequence[Variable]) -> list[list[Tensor]]:

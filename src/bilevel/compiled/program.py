@@ -236,6 +236,8 @@ class Program:
         for _ in range(taken + 1):
             self._feed.fill()
         self._go_on(broken)
+        for later in begun[taken + 1 :]:  # only eager code found nothing wrong, and went on
+            self._method.step(self._problem, self._state, self._draw, measure=later.measure)
 
     def _dial(self, now: Now) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
