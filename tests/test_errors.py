@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -406,6 +407,23 @@ def test_code_that_knows_nothing_of_the_library_can_catch(
     error: type[Exception], builtin: type[Exception]
 ) -> None:
     assert issubclass(error, builtin)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+def test_an_objective_that_misses_its_batch_is_told_where_that_comes_from() -> None:
+    def unpacks(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        features, targets = batch
+        return ((features @ y - targets) ** 2).mean() + (x * y).sum()
+
+    data = (torch.ones(3, 2), torch.ones(3))
+    with pytest.raises(TypeError, match="cannot unpack") as caught:
+        construct(Problem(unpacks, unpacks), upper_data=data)
+    assert caught.value.__notes__ == [
+        "lower(x, y, batch) was called with the batch None, as it always is without lower_data"
+    ]
+    with pytest.raises(RuntimeError) as caught_with_data:  # three columns, but two rows
+        construct(Problem(unpacks, unpacks), upper_data=(torch.ones(3, 3), data[1]))
+    assert not hasattr(caught_with_data.value, "__notes__")
 
 
 def test_a_rate_of_a_function_is_checked_before_anything_moves() -> None:

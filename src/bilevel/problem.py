@@ -159,7 +159,15 @@ class Problem:
             levels = (("upper", self.f, upper_batch), ("lower", self.g, lower_batch))
             with held(x):
                 for name, objective, batch in levels:  # one graph at a time: they may be large
-                    value = objective(x, y, batch)
+                    try:
+                        value = objective(x, y, batch)
+                    except Exception as error:
+                        if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
+                            error.add_note(
+                                f"{name}(x, y, batch) was called with the batch None, as it always "
+                                f"is without {name}_data"
+                            )
+                        raise
                     if not _depends(value, y):
                         raise ObjectiveError(
                             f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
