@@ -102,7 +102,9 @@ class Page:
             mobile=False,
         )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[theme])
+        # or the page would still be scrolling when the next click is aimed
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self.send("Emulation.setEmulatedMedia", features=[theme, still])
         self._own = path.as_uri()
         self.send("Page.navigate", url=self._own)
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
