@@ -421,9 +421,12 @@ def test_an_objective_that_misses_its_batch_is_told_where_that_comes_from() -> N
     assert caught.value.__notes__ == [
         "lower(x, y, batch) was called with the batch None, as it always is without lower_data"
     ]
-    with pytest.raises(RuntimeError) as caught_with_data:  # three columns, but two rows
-        construct(Problem(unpacks, unpacks), upper_data=(torch.ones(3, 3), data[1]))
-    assert not hasattr(caught_with_data.value, "__notes__")
+    with pytest.raises(AttributeError) as other:  # there is a batch, and something else is wrong
+        construct(Problem(lambda x, y, batch: batch.nothing, g), upper_data=data)
+    assert not hasattr(other.value, "__notes__")
+    with pytest.raises(ObjectiveError) as unrelated:
+        construct(Problem(f, lambda x, y, batch: y - x))
+    assert not hasattr(unrelated.value, "__notes__")
 
 
 def test_a_rate_of_a_function_is_checked_before_anything_moves() -> None:

@@ -161,7 +161,7 @@ class Problem:
                 for name, objective, batch in levels:  # one graph at a time: they may be large
                     try:
                         value = objective(x, y, batch)
-                    except Exception as error:
+                    except (TypeError, AttributeError) as error:  # as None raises them
                         if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
                             error.add_note(
                                 f"{name}(x, y, batch) was called with the batch None, as it always "
