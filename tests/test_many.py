@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
+from bilevel import stacked
 from bilevel.errors import ArgumentError, ArgumentTypeError, RunError, UnbatchedWarning
 from bilevel.sets import Ball, Box, Rows, Simplex
 from tests.methods.common import OnceDifferentiable
@@ -223,6 +224,19 @@ SETS: dict[str, dict[str, Any]] = {
 def test_each_run_stays_in_its_set(sets: Any, scheme: Any) -> None:
     methods = [F2SA(0.5, lr, scheme=scheme, inner_steps=3) for lr in (3.0, 10.0)]
     assert_as_one_by_one(cleaning(**sets), methods, 2, steps=20)
+
+
+@pytest.mark.parametrize("sets", [SETS["box"], SETS["a function"]])
+def test_the_parts_of_vmap_give_what_it_gives(sets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> bilevel.Results:
+        return many(cleaning(**sets), methods=F2SA(0.5, 3.0), seeds=3, steps=10)
+
+    assert stacked._HAS_PARTS
+    mine = found()
+    monkeypatch.setattr(stacked, "_HAS_PARTS", False)  # as with a torch that has others
+    theirs = found()
+    assert torch.equal(mine.x, theirs.x)
+    assert torch.equal(mine.y, theirs.y)
 
 
 def test_every_evaluation_is_of_all_runs() -> None:
@@ -530,6 +544,7 @@ def test_other_runs_are_taken_one_after_another_and_one_warning_says_why(
     assert message.startswith("2 of 2 runs are taken one after another, because ")
     with pytest.warns(UnbatchedWarning, match=reason):
         warnings.warn(ours[0].message, stacklevel=1)
+    assert torch._C._functorch.maybe_current_level() is None  # vmap is left, however it went
     for seed, result in enumerate(results):
         assert_same(result, one(make(), method=method, seed=seed, steps=3))
 

@@ -322,9 +322,11 @@ def _moved(data: Any, place: torch.device | None) -> Any:
 
 def _groups(runs: Sequence[Run], at_once: int | None) -> Iterator[list[Run]]:
     """The runs that could be one computation, as far as their methods go."""
+    methods = {id(run.method): run.method for run in runs}
+    structures = {key: structure(method) for key, method in methods.items()}
     groups: dict[Any, list[Run]] = {}
     for run in runs:
-        groups.setdefault(structure(run.method), []).append(run)
+        groups.setdefault(structures[id(run.method)], []).append(run)
     for group in groups.values():
         size = at_once or len(group)
         yield from (group[start : start + size] for start in range(0, len(group), size))

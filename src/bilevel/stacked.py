@@ -32,6 +32,19 @@ from bilevel.streams import Draw
 from bilevel.variables import Variable, first_not_finite, longest_step, substituted
 from bilevel.watch import Watch
 
+try:  # what torch.vmap is made of
+    from torch._C._functorch import (
+        _add_batch_dim,
+        _remove_batch_dim,
+        _vmap_decrement_nesting,
+        _vmap_increment_nesting,
+    )
+    from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+
+    _HAS_PARTS = True
+except ImportError:  # in this version of torch it is made of something else
+    _HAS_PARTS = False
+
 
 class Runs:
     """Which of the stacked runs still go on.
@@ -69,11 +82,10 @@ def per_run(numbers: Tensor, like: Tensor) -> Tensor:
 
 def each(name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` of one run as a function of all; ``name`` is what it was about to evaluate."""
-    mapped = torch.vmap(function, randomness="error")
 
-    def of_all(*arguments: Any) -> Any:
+    def of_all(*tensors: Tensor) -> Any:
         try:
-            return mapped(*arguments)
+            return _vmap(function, tensors)
         except Exception as error:
             # one run alone was evaluated before this, and all will be, one by one, after it: what
             # is the user's own mistake comes up there
@@ -84,6 +96,25 @@ def each(name: Callable[[], str], function: Callable[..., Any]) -> Callable[...,
             ) from error
 
     return of_all
+
+
+def _vmap(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """``torch.vmap(function)(*tensors)``, where it returns one tensor or a tuple of them.
+
+    All that torch.vmap does for other arguments takes as long as ten small operations.
+    """
+    if not _HAS_PARTS:
+        return torch.vmap(function)(*tensors)
+    lazy_load_decompositions()
+    runs = len(tensors[0])
+    level = _vmap_increment_nesting(runs, "error")
+    try:
+        found = function(*[_add_batch_dim(tensor, 0, level) for tensor in tensors])
+        if isinstance(found, Tensor):
+            return _remove_batch_dim(found, level, runs, 0)
+        return tuple([_remove_batch_dim(value, level, runs, 0) for value in found])
+    finally:
+        _vmap_decrement_nesting()
 
 
 class Stack(Variable):
@@ -192,25 +223,30 @@ class StackedProblem(Problem):
         self, x: Variable, terms: Sequence[Term], rewind: Callable[[], None] | None = None
     ) -> list[Tensor]:
         """R numbers for each term, all from one call of vmap, which costs as much as many terms."""
-        variables = {id(v): v for v in (x, *(term.y for term in terms))}
+        stacks = {id(v): cast(Stack, v) for v in (x, *(term.y for term in terms))}
         batches = {id(term.batch): term.batch for term in terms}
-        templates = {id(v.template): v.template for v in variables.values() if isinstance(v, Stack)}
-        counts = [len(v.leaves) for v in variables.values()]
+        templates = {id(v.template): v.template for v in stacks.values()}
+        counts = [len(v.leaves) for v in stacks.values()]
+        of_x = stacks[id(x)].template
         name = ""
 
         def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal name
             rest = iter(tensors)
-            leaves = {key: list(islice(rest, n)) for key, n in zip(variables, counts, strict=True)}
+            leaves = {key: list(islice(rest, n)) for key, n in zip(stacks, counts, strict=True)}
             own = {key: batch.of_one(rest) for key, batch in batches.items()}
             values = []
-            for term in terms:
-                name = f"{term.level}(x, y, batch)"
-                values.append(self._of_one(x, term, leaves, own[id(term.batch)]))
+            with substituted(of_x, leaves[id(x)]):
+                for term in terms:
+                    name = f"{term.level}(x, y, batch)"
+                    objective = self._problem.f if term.level == "upper" else self._problem.g
+                    of_y = stacks[id(term.y)].template
+                    with substituted(of_y, leaves[id(term.y)]):
+                        values.append(objective(of_x, of_y, own[id(term.batch)]))
             return tuple(values)
 
         before = _versions(templates.values())
-        tensors = [leaf for v in variables.values() for leaf in v.leaves]
+        tensors = [leaf for v in stacks.values() for leaf in v.leaves]
         tensors += [tensor for batch in batches.values() for tensor in batch.tensors]
         values = each(lambda: name, of_one)(*tensors)
         if _versions(templates.values()) != before:
@@ -218,17 +254,6 @@ class StackedProblem(Problem):
                 "the objectives change the buffers of a module, of which every run has its own"
             )
         return list(values)
-
-    def _of_one(
-        self, x: Variable, term: Term, leaves: Mapping[int, list[Tensor]], batch: Any
-    ) -> Tensor:
-        """A term of one run."""
-        assert isinstance(x, Stack)
-        assert isinstance(term.y, Stack)
-        of_x, of_y = x.template, term.y.template
-        objective = self._problem.f if term.level == "upper" else self._problem.g
-        with substituted(of_x, leaves[id(x)]), substituted(of_y, leaves[id(term.y)]):
-            return objective(of_x, of_y, batch)
 
     def combine(
         self,

@@ -184,17 +184,15 @@ class Indexed(Stream):
         self._advance(count)
         return self._block[self._used - count : self._used]
 
-    def _advance(self, count: int) -> bool:
-        """Give out that many numbers of rows, the last used ones; True: some of them are new."""
+    def _advance(self, count: int) -> None:
+        """Give out that many numbers of rows, the last used ones."""
         if self._used + count > self._size:
             self._draw(self._size)
             self._block_state = self._generator.get_state()
             self._refill(max(count, _BLOCK))
         self._used += count
-        new = self._used > self._drawn
-        if new:
+        if self._used > self._drawn:
             self._draw(self._used)
-        return new
 
     def _refill(self, size: int) -> None:
         self._size = size
@@ -272,11 +270,15 @@ class Numbers:
 
     def next(self, count: int) -> Tensor:
         """The next ``count`` numbers of each."""
-        new = [stream._advance(count) for stream in self._streams]
-        if new[0]:
+        first = self._streams[0]
+        if first._used + count <= first._drawn:
+            for stream in self._streams:
+                stream._used += count
+        else:
+            for stream in self._streams:
+                stream._advance(count)
             self._blocks = self._drawn()
-        used = self._streams[0]._used
-        return self._blocks[:, used - count : used]
+        return self._blocks[:, first._used - count : first._used]
 
 
 class Sampled(Stream):
