@@ -74,6 +74,15 @@ def test_the_clean_source_wins_and_everything_is_written(
     assert str(out) in output
 
 
+def test_sources_learned_by_heart_are_not_trusted(texts: dict[str, Path], tmp_path: Path) -> None:
+    assert "guessing" not in run(texts, tmp_path / "of their kind", "--steps", "1")
+    for name, sentence in {"clean": "abcdefgh", "shuffled": "hgfedcba", "reversed": "ab"}.items():
+        texts[name].write_text(sentence * 100)
+    texts["target"].write_text("acegbdfh" * 100)
+    output = run(texts, tmp_path / "by heart", "--steps", "40")
+    assert "worse than guessing (2.079), so do not trust the weights" in output  # log 8
+
+
 def test_a_folder_of_texts_is_one_source(texts: dict[str, Path], tmp_path: Path) -> None:
     text = texts["clean"].read_text()
     folder = tmp_path / "clean"

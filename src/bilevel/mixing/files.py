@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,17 +72,25 @@ class Mixed:
             raise OutputError(f"{printable(folder)} cannot be written: {error}") from error
 
     def summary(self) -> list[str]:
-        """What was found, in three lines."""
+        """What was found, in three lines; in a fourth, why it may be worth nothing."""
         sizes = ", ".join(f"{name} ({count:,})" for name, count in self.characters.items())
         weights = sorted(self.mixture.weights.items(), key=lambda pair: -pair[1])
         shares = ", ".join(f"{name} {weight:.1%}" for name, weight in weights)
-        return [
-            f"Characters of {sizes}, weighed for a target of {self.target:,}; "
-            f"{len(self.model.characters)} kinds.",
+        kinds = len(self.model.characters)
+        lines = [
+            f"Characters of {sizes}, weighed for a target of {self.target:,}; {kinds} kinds.",
             f"To be trained on: {shares}.",
             f"A small model trained so has a loss of {self.loss:.3f} per character on the target, "
             f"after {self.mixture.steps:,} steps.",
         ]
+        guessing = math.log(kinds)
+        if self.loss > 1.1 * guessing:  # an untrained model is nearer to it than that
+            lines.append(
+                f"That is worse than guessing ({guessing:.3f}), so do not trust the weights: the "
+                f"model has learned its sources by heart, and they are too short or too unlike the "
+                f"target. Give more text, or fewer --steps."
+            )
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """The figures as a plain object."""
