@@ -615,6 +615,24 @@ def test_a_mistake_of_the_objective_is_reported_as_by_minimize() -> None:
     vector = bilevel.Problem(lambda x, y, batch: y, lambda x, y, batch: (y - x).sum())
     with pytest.raises(bilevel.errors.ObjectiveError, match="must return a scalar"):
         bilevel.minimize_many(vector, torch.zeros(2), torch.zeros(2), methods=GIVEN, seeds=2)
+    nowhere = cleaning(x_set=lambda x: [x])
+    with (
+        pytest.warns(UnbatchedWarning, match="the set .* it returned a list, not a tensor"),
+        pytest.raises(ArgumentTypeError),
+    ):
+        many(nowhere, methods=GIVEN, seeds=2, steps=2)
+
+
+def test_what_an_objective_does_to_the_start_is_not_without_a_name() -> None:
+    def lower(x: Any, y: Tensor, batch: Any) -> Tensor:
+        x["kept"] = x["w"].exp()
+        return (x["kept"] * (y - 1) ** 2).sum()
+
+    problem = bilevel.Problem(lambda x, y, batch: ((y - 2) ** 2).sum(), lower)
+    with pytest.warns(UnbatchedWarning, match="because an objective cannot be evaluated for all"):
+        bilevel.minimize_many(
+            problem, {"w": torch.zeros(2)}, torch.zeros(2), methods=GIVEN, seeds=2, steps=2
+        )
 
 
 # Results

@@ -112,6 +112,8 @@ def _vmap(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         found = function(*[_add_batch_dim(tensor, 0, level) for tensor in tensors])
         if isinstance(found, Tensor):
             return _remove_batch_dim(found, level, runs, 0)
+        if not isinstance(found, tuple):
+            raise TypeError(f"it returned a {type(found).__name__}, not a tensor")
         return tuple([_remove_batch_dim(value, level, runs, 0) for value in found])
     finally:
         _vmap_decrement_nesting()
@@ -228,7 +230,7 @@ class StackedProblem(Problem):
         templates = {id(v.template): v.template for v in stacks.values()}
         counts = [len(v.leaves) for v in stacks.values()]
         of_x = stacks[id(x)].template
-        name = ""
+        name = "an objective"
 
         def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal name

@@ -84,11 +84,11 @@ class Mixed:
             f"after {self.mixture.steps:,} steps.",
         ]
         guessing = math.log(kinds)
-        if self.loss > 1.1 * guessing:  # an untrained model is nearer to it than that
+        if self.loss > 1.1 * guessing:  # a model that has learned nothing is about as good
             lines.append(
-                f"That is worse than guessing ({guessing:.3f}), so do not trust the weights: the "
-                f"model has learned its sources by heart, and they are too short or too unlike the "
-                f"target. Give more text, or fewer --steps."
+                f"That is worse than guessing ({guessing:.3f}), so do not trust the weights. The "
+                f"sources may be so short that the model learns them by heart, or too unlike the "
+                f"target: try more text, other sources, or another number of --steps."
             )
         return lines
 
