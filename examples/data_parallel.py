@@ -5,8 +5,9 @@ Alone, or on four processes of this machine:
     python examples/data_parallel.py
     torchrun --nproc-per-node=4 examples/data_parallel.py
 
-Every fifth training label is wrong. The weights of the samples are a table that the ranks divide
-among themselves: each has some of the samples and the weights of these. The model is wrapped in
+Each process takes a GPU of its own where there are enough, else all share the processor. Every
+fifth training label is wrong. The weights of the samples are a table that the ranks divide among
+themselves: each has some of the samples and the weights of these. The model is wrapped in
 DistributedDataParallel, as one would wrap it for any training.
 """
 
@@ -45,7 +46,15 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return features, (features.sum(1) > 0).float()
 
 
-def main(steps: int, checkpoint: str | None) -> float:
+def own_device() -> torch.device:
+    """The GPU of this process if each process of this machine can have one."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.device_count() < processes:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def main(steps: int, checkpoint: str | None, device: torch.device) -> float:
     """The share of wrong labels among the samples that ended with less than half the weight."""
     n = 2000
     features, labels = samples(n, seed=0)
@@ -55,7 +64,7 @@ def main(steps: int, checkpoint: str | None) -> float:
 
     mine = bilevel.distributed.rows(n)  # all of them where there is only one process
     torch.manual_seed(0)
-    model: nn.Module = nn.Linear(8, 1)
+    model: nn.Module = nn.Linear(8, 1).to(device)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
 
@@ -73,10 +82,11 @@ def main(steps: int, checkpoint: str | None) -> float:
         ),
         steps=steps,
         checkpoint=checkpoint,
+        device=device,  # where x and the data go
     )
 
     low = result.x.values < 0.5
-    counts = torch.tensor([low.sum(), (low & wrong[mine]).sum()])
+    counts = torch.stack([low.sum(), (low & wrong[mine].to(device)).sum()])
     if dist.is_initialized():
         dist.all_reduce(counts)
     found = float(counts[1] / counts[0])
@@ -91,10 +101,13 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint", help="a folder, from which a run that was killed goes on")
     arguments = parser.parse_args()
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL asks for it
     if "RANK" in os.environ:  # torchrun
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        main(arguments.steps, arguments.checkpoint)
+        main(arguments.steps, arguments.checkpoint, device)
         if dist.is_initialized():
             dist.barrier()  # nobody leaves while another is still talking
     finally:

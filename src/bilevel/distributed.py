@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -40,7 +40,7 @@ from bilevel.problem import Problem
 from bilevel.rows import entries
 from bilevel.shards import is_sharded
 from bilevel.theory import Constants
-from bilevel.variables import Averaged, Variable, largest_entries
+from bilevel.variables import Averaged, Variable, buffers_copied, largest_entries
 from bilevel.watch import Watch
 
 ProcessGroup: TypeAlias = Any
@@ -99,6 +99,26 @@ def team_of(process_group: GroupChoice) -> Team | None:
     return Team(process_group) if dist.get_world_size(process_group) > 1 else None
 
 
+def team_of_one(process_group: GroupChoice, *variables: Variable) -> Team | None:
+    """The team of a process that is alone: itself, if a variable is wrapped for ranks, else None.
+
+    Raises where it takes a process group or other ranks.
+    """
+    alone = process_group is None or not (dist.is_available() and dist.is_initialized())
+    team = None
+    for variable in variables:
+        for name, kind in zip(variable.names, variable.averaged, strict=True):
+            if kind is Averaged.BY_NOBODY or (alone and kind is not Averaged.HERE):
+                raise ArgumentError(
+                    f"{name} is made for several ranks ({kind.who}), but this run has only one: "
+                    f"call torch.distributed.init_process_group first, and leave "
+                    f"process_group='default'"
+                )
+            if kind is not Averaged.HERE and team is None:
+                team = Team(dist.group.WORLD if process_group == "default" else process_group)
+    return team
+
+
 def _warn_of_ranks_alone() -> None:
     """That a launcher started several ranks which do not know of each other."""
     ranks = os.environ.get("WORLD_SIZE", "")
@@ -129,7 +149,7 @@ class Team:
     @property
     def key(self) -> tuple[int, ...]:
         """What makes the samples of this rank others than those of the next."""
-        return (self.rank,)
+        return (self.rank,) if self.size > 1 else ()
 
     @cached_property
     def device(self) -> torch.device:
@@ -414,10 +434,12 @@ class TeamProblem(Problem):
         return self._alone.constants
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._alone.f(x, y, batch)
+        with _buffers_of_its_own(x, y):
+            return self._alone.f(x, y, batch)
 
     def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._alone.g(x, y, batch)
+        with _buffers_of_its_own(x, y):
+            return self._alone.g(x, y, batch)
 
     def watch(
         self,
@@ -427,6 +449,8 @@ class TeamProblem(Problem):
         *,
         at_once: bool = False,
     ) -> Watch:
+        if self._team.size == 1:  # whose numbers are the means
+            return super().watch(step, device, before, at_once=at_once)
         at_once = at_once or device.type == "cpu"
         return TeamWatch(step, self._team, at_once=at_once, before=before)
 
@@ -434,16 +458,14 @@ class TeamProblem(Problem):
         return self._team.mean(value)
 
 
-def refuse_wrapped(*variables: Variable) -> None:
-    """Raise where a variable is made for several ranks, but there is only one."""
-    for variable in variables:
-        for name, kind in zip(variable.names, variable.averaged, strict=True):
-            if kind is not Averaged.HERE:
-                raise ArgumentError(
-                    f"{name} is made for several ranks ({kind.who}), but this run has only one: "
-                    f"call torch.distributed.init_process_group first, and leave "
-                    f"process_group='default'"
-                )
+def _buffers_of_its_own(*variables: Variable) -> AbstractContextManager[None]:
+    """For the evaluation of a term whose graph is kept while others are evaluated.
+
+    ``DistributedDataParallel`` writes the first rank's buffers into those of the others before each
+    forward pass. A graph that holds them would then refuse to be differentiated (torch 2.11).
+    """
+    synced = [v for v in variables if any(w.broadcast_buffers for w in v.wrappers)]
+    return buffers_copied(*synced) if synced else nullcontext()
 
 
 def refuse_on_ranks(
@@ -456,7 +478,7 @@ def refuse_on_ranks(
             f"F3SA, or process_group=None where each rank is to run for itself"
         )
     for variable, given in ((x, problem.x_set), (y, problem.y_set)):
-        _refuse_leaves(variable, given)
+        _refuse_leaves(team, variable, given)
         _refuse_batch_norm(variable)
     parted = [
         name
@@ -488,10 +510,10 @@ def refuse_on_ranks(
         )
 
 
-def _refuse_leaves(variable: Variable, given: Any) -> None:
+def _refuse_leaves(team: Team, variable: Variable, given: Any) -> None:
     leaves = zip(variable.names, variable.averaged, variable.by_rows, strict=True)
     for name, kind, by_rows in leaves:
-        if by_rows and kind is Averaged.HERE:
+        if by_rows and kind is Averaged.HERE and team.size > 1:
             raise ArgumentError(
                 f"of {name} every rank holds all rows, but gradients by row are not averaged; "
                 f"divide a Table by rows, with mine = bilevel.distributed.rows(n) and "

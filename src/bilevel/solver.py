@@ -25,8 +25,8 @@ from bilevel.distributed import (
     TeamProblem,
     reaching,
     refuse_on_ranks,
-    refuse_wrapped,
     team_of,
+    team_of_one,
 )
 from bilevel.errors import (
     ArgumentError,
@@ -229,8 +229,8 @@ class Solver:
             place = None if device is None else checked_device("device", device)
             x, y = start_at(x0, y0, place)
             if self.team is None:
-                refuse_wrapped(x, y)
-            else:
+                self.team = team_of_one(process_group, x, y)
+            if self.team is not None:
                 refuse_on_ranks(self.team, problem, self.method, x, y)
             self._drawn = partial(sampling.draw, seed, place, x.device)
             self.draw, self._randomness = self._drawn(() if self.team is None else self.team.key)
@@ -252,10 +252,10 @@ class Solver:
                 return state
 
         self.problem = self._problem = problem
+        x, y = prepared() if self.team is None else self.team.together(prepared)
         if self.team is None:
-            self.state: State = begun(*prepared())
+            self.state: State = begun(x, y)
         else:
-            x, y = self.team.together(prepared)
             self._problem = TeamProblem(problem, self.team)
             self.team.same(self._settings(), settings.differences)
             lengths = {
@@ -271,7 +271,12 @@ class Solver:
         self._made["optimizers"] = settings.of_optimizers(self.state)
         self._program = None
         if compile and self.team is not None:
-            warn(CompileWarning("compile=True is for one process; the run goes on without it"))
+            warn(
+                CompileWarning(
+                    "compile=True is for one process and modules that are not wrapped for several; "
+                    "the run goes on without it"
+                )
+            )
         elif compile:
             self._program = program_for(problem, self.method, self.state, self.draw)
 

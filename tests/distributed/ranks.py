@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,14 +21,16 @@ PATIENCE = 240
 class Ranks:
     """So many processes; inside, :meth:`run` calls a function on each."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, count, str(folder / "store")), daemon=True
+                target=_serve,
+                args=(theirs, rank, count, str(folder / "store"), backend),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -62,10 +65,12 @@ class Ranks:
         return [answer for _, answer in answers]
 
 
-def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, count: int, store: str, backend: str) -> None:
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take a GPU
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=count,

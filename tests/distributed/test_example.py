@@ -13,10 +13,13 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "data_parallel.py"
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
 @pytest.mark.parametrize(
     "launcher",
-    [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]],
-    ids=["alone", "torchrun"],
+    [[], [*TORCHRUN, "--nproc-per-node=1"], [*TORCHRUN, "--nproc-per-node=2"]],
+    ids=["alone", "one rank", "two ranks"],
 )
 def test_the_same_script_finds_the_wrong_labels(launcher: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(
