@@ -479,7 +479,8 @@ def refuse_on_ranks(
         )
     for variable, given in ((x, problem.x_set), (y, problem.y_set)):
         _refuse_leaves(team, variable, given)
-        _refuse_batch_norm(variable)
+        if team.size > 1:
+            _refuse_batch_norm(variable)
     parted = [
         name
         for variable in (x, y)

@@ -136,3 +136,32 @@ def test_compile_is_left_out_with_a_warning(one: Ranks) -> None:
     x, *_ = _sampled(0, "plain module", "F2SA", 2)
     [(same, *_)] = one.run(_compiled)
     torch.testing.assert_close(same, x, rtol=0, atol=1e-12)
+
+
+def _judged(rank: int, wrapped: bool) -> Any:
+    """Weights of samples from their features, by a plain module with batch norm."""
+
+    def lower(x: Any, y: Any, batch: Any) -> Tensor:
+        features, target, _ = batch
+        return (x(features)[:, 0].sigmoid() * (y(features)[:, 0] - target) ** 2).mean()
+
+    torch.manual_seed(2)
+    x0 = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).double()
+    y0 = tasks.network(DOUBLE)
+    data = tasks.samples(1, DOUBLE)
+    result = bilevel.minimize(
+        bilevel.Problem(tasks.upper, lower),
+        x0,
+        DistributedDataParallel(y0) if wrapped else y0,
+        upper_data=data,
+        lower_data=data,
+        batch_size=4,
+        method=METHODS["F2SA"],
+        steps=3,
+    )
+    return [tensor.clone() for tensor in result.x.state_dict().values()]
+
+
+def test_statistics_of_one_rank_cannot_differ(one: Ranks) -> None:
+    [found] = one.run(_judged, True)
+    torch.testing.assert_close(found, _judged(0, False), rtol=0, atol=1e-12)
