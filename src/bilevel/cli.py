@@ -471,6 +471,7 @@ def bench_peers(
         float, typer.Option(help="The part of labels that are wrong, 0.1 or 0.3.")
     ] = 0.3,
     seconds: Annotated[float, typer.Option(help="Of the processor, for each run.")] = 12.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the best settings.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the minibatches.")] = 0,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
@@ -478,8 +479,8 @@ def bench_peers(
     """Seconds to clean labels of MNIST, against other libraries (installs them first)."""
     from bilevel.benchmarks.peers import race
 
-    options: dict[str, Any] = {"corruption": corruption, "seconds": seconds, "seed": seed}
-    _bench(race, json_file, threads=1, data_dir=data_dir, **options)
+    options: dict[str, Any] = {"corruption": corruption, "seconds": seconds, "repeats": repeats}
+    _bench(race, json_file, threads=1, seed=seed, data_dir=data_dir, **options)
 
 
 @bench_app.command("kill-resume")

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from bilevel.benchmarks.peers import environment, race
 from bilevel.benchmarks.peers.environment import Environment
 from bilevel.benchmarks.peers.lineup import LINEUP, Contestant, grid
 from bilevel.benchmarks.peers.race import Row
-from bilevel.benchmarks.peers.starter import SPACING, Kept, Log, follow
+from bilevel.benchmarks.peers.starter import AT_LEAST, SPACING, Kept, Log, follow
 from bilevel.benchmarks.peers.task import Task
 from bilevel.cli import app
 from bilevel.errors import ArgumentError, BilevelError
@@ -75,6 +76,26 @@ def test_what_is_kept_grows_with_the_logarithm_of_the_time(tmp_path: Path) -> No
     assert len(times) < 20 + math.log(10 / 0.2) / math.log(SPACING) + 2
     assert max(later / early for early, later in itertools.pairwise(times[20:])) < SPACING + 0.06
     assert log.kept[-1].cpu == pytest.approx(10.0, abs=0.011)
+
+
+def test_a_run_that_is_timed_keeps_what_it_is_told_and_goes_on_for_the_usual_cost(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+
+    def solve() -> Iterator[np.ndarray]:
+        for chunk in itertools.count(1):
+            clock.now += 1.0
+            yield np.full(1, chunk, np.float32)
+
+    log = follow(solve, 1e9, tmp_path, [2, 7], cpu=clock, wall=clock)
+    assert [(kept.chunk, kept.cpu) for kept in log.kept] == [(2, 2.0), (7, 7.0)]
+    assert np.load(log.kept[-1].file(tmp_path)).tolist() == [7.0]
+    assert len(log.chunks) == AT_LEAST
+    log = follow(solve, 1e9, tmp_path, [AT_LEAST + 5], cpu=clock, wall=clock)
+    assert len(log.chunks) == AT_LEAST + 5
+    log = follow(solve, 4.0, tmp_path, [2, 7], cpu=clock, wall=clock)
+    assert [kept.chunk for kept in log.kept] == [2]  # the time was over
 
 
 def test_a_contestant_that_ends_by_itself_is_no_fault(tmp_path: Path) -> None:
@@ -137,8 +158,25 @@ def test_steady_seconds_take_the_first_chunk_at_the_usual_cost(
     assert row.seconds == (3.5, 3.5, 3.5)
     assert row.steady == (1.0, 1.0, 1.0)
     assert row.wall == (10.0, 10.0, 10.0)
+    assert row.chunks == (2, 2, 2)
     assert row.chunk == 0.5
     assert row.gap == pytest.approx(1.0, abs=1e-3)
+    later = race.timed(row, Log([5.0, 1.0, 1.0], [Kept(2, 6.0, 7.0)]))
+    assert (later.seconds, later.steady, later.wall) == ((6.0,) * 3, (2.0,) * 3, (7.0,) * 3)
+    assert race.timed(row, Log([1.0], [])).seconds == (None, None, None)
+
+
+def test_times_are_medians_and_what_was_not_reached_took_forever() -> None:
+    times = [(1.0, 2.0, 9.0), (3.0, 4.0, None), (2.0, None, None)]
+    rows = [
+        Row("a", True, {}, seconds=t, steady=t, wall=t, chunk=c, gap=0.1)
+        for t, c in zip(times, (1.0, 3.0, 2.0), strict=True)
+    ]
+    found = race.medians(rows)
+    assert found.seconds == found.steady == found.wall == (2.0, 4.0, None)
+    assert (found.chunk, found.runs, found.gap) == (2.0, 3, 0.1)
+    failed = Row("b", False, {}, failure="no wheel")
+    assert race.medians([failed]) == failed
 
 
 def test_the_best_setting_is_the_first_at_the_hardest_target() -> None:
@@ -149,7 +187,17 @@ def test_the_best_setting_is_the_first_at_the_hardest_target() -> None:
         Row("b", False, {"s": 4}, gap=0.2),
         Row("c", False, {"s": 5}, failure="no wheel"),
     ]
-    assert [row.settings["s"] for row in race.best_of(rows)] == [2, 3, 5]
+    by_seconds, by_steady = race.KINDS.values()
+    assert [row.settings["s"] for row in race.best_of(rows, by_seconds)] == [2, 3, 5]
+    once = Row("a", True, {"s": 6}, seconds=(1.0, 1.0, 1.0), steady=(0.5, 0.5, 0.5))
+    twice = [replace(row, runs=2) for row in rows[:2]]
+    assert race.best_of([once, *twice], by_seconds) == [twice[1]]
+    first = replace(rows[0], steady=(0.1, 0.2, 0.3))
+    assert race.best_of([first, *rows[1:]], by_steady)[0] is first
+    shown = race.table([first, *rows[1:]])
+    cells = {str(column.header): list(column.cells) for column in shown.columns}
+    assert cells["2% s"] == ["3.00", "-", "-"]
+    assert cells["2% steady s"] == ["0.30", "-", "-"]
     shown = race.table(rows)
     cells = {str(column.header): list(column.cells) for column in shown.columns}
     assert cells["contestant"] == ["a", "b", "c"]
@@ -188,10 +236,13 @@ def test_the_command_races_in_processes_and_reports_who_could_not(
     here = Environment(Path(sys.executable), {"jax": "no wheel for this machine"})
     monkeypatch.setattr(environment, "prepare", lambda: here)
     file = tmp_path / "peers.json"
-    result = CliRunner().invoke(app, ["bench", "peers", "--seconds", "0.1", "--json", str(file)])
+    result = CliRunner().invoke(
+        app, ["bench", "peers", "--seconds", "0.1", "--repeats", "2", "--json", str(file)]
+    )
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())
-    assert figures["options"] == {"corruption": 0.3, "seconds": 0.1, "seed": 0}
+    options = {"corruption": 0.3, "seconds": 0.1, "repeats": 2, "seed": 0}
+    assert figures["options"] == options
     ours, broken, absent = figures["rows"]
     assert ours["failure"] is None
     assert ours["chunk"] > 0
@@ -200,7 +251,25 @@ def test_the_command_races_in_processes_and_reports_who_could_not(
     assert absent["failure"] == "jax: no wheel for this machine"
 
 
-@pytest.mark.parametrize("options", [{"corruption": 0.2}, {"seconds": 0.0}])
+def test_a_run_is_timed_again_at_the_same_steps(problem: HyperCleaning, tmp_path: Path) -> None:
+    race.task_of(problem).save(tmp_path)
+    near = Judge(problem, float(problem.value(problem.x0)) - 1e-4)  # and so soon reached
+    course = race.Course(Environment(Path(sys.executable), {}), tmp_path, 2.0, 0, near)
+    settings = {"sweep": True, "per_visit": 1.0, "lower_lr": 0.3, "batch_size": 5}
+    ours = Contestant("ours", "f2sa", [settings], own=True)
+    row = course.run(ours, settings)
+    assert None not in row.chunks
+    again = course.again(ours, row)
+    assert again.chunks == row.chunks
+    assert again.seconds != row.seconds
+    assert all(time is not None and time > 0 for time in (*again.seconds, *again.wall))
+    far = replace(course, judge=Judge(problem, -1.0))
+    assert far.again(ours, row).seconds == (None,) * 3, "it was not looked at again"
+    broken = replace(row, settings={**settings, "per_visit": -1.0})
+    assert course.again(ours, broken).seconds == (None,) * 3
+
+
+@pytest.mark.parametrize("options", [{"corruption": 0.2}, {"seconds": 0.0}, {"repeats": 0}])
 def test_what_cannot_be_raced_is_refused(options: dict[str, float]) -> None:
     (name,) = options
     with pytest.raises(ArgumentError, match=name):

@@ -1,6 +1,6 @@
 """Run one contestant in this process and write down how far it was when.
 
-    python -m bilevel.benchmarks.peers.starter MODULE TASK_FOLDER OUT_FOLDER SECONDS SETTINGS
+    python -m bilevel.benchmarks.peers.starter MODULE TASK_FOLDER OUT_FOLDER SECONDS KEEP SETTINGS
 
 A contestant is a module with one function,
 
@@ -17,7 +17,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from bilevel.benchmarks.peers.task import Task
 
 SPACING = 1.05
 """Weights are kept whenever the time has grown by this factor."""
+
+AT_LEAST = 30
+"""Chunks of a run that is to be timed, for what one usually costs."""
 
 Weights = npt.NDArray[np.float32]
 
@@ -78,6 +81,7 @@ def follow(
     start: Callable[[], Iterator[Weights]],
     seconds: float,
     folder: Path,
+    keep: Collection[int] = (),
     *,
     cpu: Callable[[], float] = time.process_time,
     wall: Callable[[], float] = time.perf_counter,
@@ -88,6 +92,8 @@ def follow(
         start: gives the contestant's weights one after another; the clock runs from its call on.
         seconds: when to stop; at least one chunk is waited for.
         folder: where the weights are kept.
+        keep: after which chunks, and to go on no longer than that takes; else whenever the time has
+            grown by :data:`SPACING`.
         cpu, wall: the clocks.
     """
     log = Log([], [])
@@ -99,11 +105,12 @@ def follow(
         log.chunks.append(passed)
         # the first chunk may have compiled, which must not make the spacing wide
         steady = spent - log.chunks[0]
-        if chunk == 1 or steady >= due or spent >= seconds:
+        over = spent >= seconds or (bool(keep) and chunk >= max(AT_LEAST, *keep))
+        if chunk in keep if keep else chunk == 1 or steady >= due or over:
             due = SPACING * steady
             log.kept.append(Kept(chunk, spent, spent_wall))
             np.save(log.kept[-1].file(folder), weights)
-        if spent >= seconds:
+        if over:
             break
         began, began_wall = cpu(), wall()
     return log
@@ -111,10 +118,11 @@ def follow(
 
 def main() -> None:
     """What the command line asks for."""
-    module, task_folder, out_folder, seconds, settings = sys.argv[1:]
+    module, task_folder, out_folder, seconds, keep, settings = sys.argv[1:]
     solve: Any = importlib.import_module(f"bilevel.benchmarks.peers.contestants.{module}").solve
     task, out = Task.load(Path(task_folder)), Path(out_folder)
-    follow(lambda: solve(task, **json.loads(settings)), float(seconds), out).save(out)
+    log = follow(lambda: solve(task, **json.loads(settings)), float(seconds), out, json.loads(keep))
+    log.save(out)
 
 
 if __name__ == "__main__":
