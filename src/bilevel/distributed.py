@@ -464,7 +464,9 @@ def _buffers_of_its_own(*variables: Variable) -> AbstractContextManager[None]:
     ``DistributedDataParallel`` writes the first rank's buffers into those of the others before each
     forward pass. A graph that holds them would then refuse to be differentiated (torch 2.11).
     """
-    synced = [v for v in variables if any(w.broadcast_buffers for w in v.wrappers)]
+    synced = [
+        v for v in variables if any(w.broadcast_buffers and w.modules_buffers for w in v.wrappers)
+    ]
     return buffers_copied(*synced) if synced else nullcontext()
 
 

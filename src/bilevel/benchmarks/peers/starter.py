@@ -106,7 +106,8 @@ def follow(
         # the first chunk may have compiled, which must not make the spacing wide
         steady = spent - log.chunks[0]
         over = spent >= seconds or (bool(keep) and chunk >= max(AT_LEAST, *keep))
-        if chunk in keep if keep else chunk == 1 or steady >= due or over:
+        grown = chunk == 1 or steady >= due or over
+        if chunk in keep if keep else grown:
             due = SPACING * steady
             log.kept.append(Kept(chunk, spent, spent_wall))
             np.save(log.kept[-1].file(folder), weights)
