@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from bilevel.cli import app
+from bilevel.cli.app import app
 
 if __name__ == "__main__":
     app(["bench", "soak", *sys.argv[1:]])

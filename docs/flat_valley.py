@@ -18,7 +18,7 @@ from bilevel import AID, BOME, F2BA, F2SA, F3SA, ITD, MASOBA, MEHA, SOBA, SOBO, 
 from bilevel.errors import NonFiniteError
 from bilevel.methods import Method
 from bilevel.problems import FlatValley
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 
 PAGE = Path(__file__).parent / "flat-valley.md"
 TEMPLATE = Path(__file__).parent / "flat-valley.in.md"

@@ -10,21 +10,9 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bilevel import (
-    data,
-    diagnostics,
-    distributed,
-    errors,
-    loggers,
-    problems,
-    schedules,
-    sets,
-    theory,
-)
-from bilevel.checkpoint import Checkpoint
-from bilevel.diagnostics import check_hypergradient, hypergradient
-from bilevel.loss_scale import LossScale
-from bilevel.many import Results, minimize_many
+from bilevel import data, errors, problems, theory
+from bilevel.engine import ranks as distributed
+from bilevel.engine.loss_scale import LossScale
 from bilevel.methods import (
     AID,
     BOME,
@@ -41,17 +29,22 @@ from bilevel.methods import (
     Nesterov,
     NoBilevel,
 )
-from bilevel.minimize import Outcome, Result, minimize
 from bilevel.mixing import DataMixer, Mixture
-from bilevel.problem import Problem
-from bilevel.shared_adamw import SharedAdamW
-from bilevel.solver import Solver
-from bilevel.table import Table
+from bilevel.problem import Problem, sets
+from bilevel.problems import diagnostics
+from bilevel.problems.diagnostics import check_hypergradient, hypergradient
+from bilevel.run import loggers
+from bilevel.run._version import __version__
+from bilevel.run.checkpoint import Checkpoint
+from bilevel.run.many import Results, minimize_many
+from bilevel.run.minimize import Outcome, Result, minimize
+from bilevel.run.solver import Solver
+from bilevel.stepping import schedules
+from bilevel.stepping.shared_adamw import SharedAdamW
+from bilevel.variables import Table
 
 if TYPE_CHECKING:
     from bilevel.cleaning import LabelCleaner as LabelCleaner
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AID",
@@ -79,6 +72,7 @@ __all__ = [
     "SharedAdamW",
     "Solver",
     "Table",
+    "__version__",
     "check_hypergradient",
     "data",
     "diagnostics",

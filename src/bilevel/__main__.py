@@ -10,7 +10,7 @@ from bilevel.errors import MissingExtraError
 def main() -> None:
     """Run the command line, or say what to install for it."""
     try:
-        from bilevel.cli import app
+        from bilevel.cli.app.app import app
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in {"typer", "rich"}:
             raise

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from bilevel.benchmarks import auto
-from bilevel.cli import app
+from bilevel.cli.app import app
 
 
 def _small() -> auto.Task:

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from bilevel.benchmarks import many
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
-from bilevel.many import minimize_many
-from bilevel.minimize import minimize
+from bilevel.run.many import minimize_many
+from bilevel.run.minimize import minimize
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many.py"
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bilevel.benchmarks import methods, report
 from bilevel.benchmarks.methods import Case
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.methods import METHODS
 
 BY_NAME = {case.name: case for case in methods.CASES}

@@ -21,7 +21,7 @@ from bilevel.benchmarks.peers.lineup import LINEUP, Contestant, grid
 from bilevel.benchmarks.peers.race import Row
 from bilevel.benchmarks.peers.starter import AT_LEAST, SPACING, Kept, Log, follow
 from bilevel.benchmarks.peers.task import Task
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError, BilevelError
 from bilevel.experiments.judge import TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import bilevel
 from bilevel.benchmarks import scale
 from bilevel.benchmarks.overhead.task import Task
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 
 @pytest.fixture

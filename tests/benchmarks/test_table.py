@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bilevel.benchmarks import table
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
 
 

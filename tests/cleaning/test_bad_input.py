@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from bilevel.cli import app
+from bilevel.cli.app import app
 from tests.cleaning.files import Animals
 
 runner = CliRunner()

@@ -23,9 +23,9 @@ from bilevel.cleaning.findings import clean, clean_files
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.samples import open_image
 from bilevel.cleaning.saved import CleanedModel
-from bilevel.cli import app
+from bilevel.cli.app import app
+from bilevel.data.output import written
 from bilevel.errors import ArgumentError, InputError
-from bilevel.folder import written
 from tests.cleaning.files import Animals
 
 runner = CliRunner()

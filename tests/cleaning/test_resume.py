@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cleaning.progress import Progress
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import CheckpointError, InterruptedRunError
 from tests.cleaning.files import Animals
 

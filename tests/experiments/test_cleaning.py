@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
 from bilevel.experiments.cleaning import Reproduction, Tuned, leads, runs, tuning
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Sizes

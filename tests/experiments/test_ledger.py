@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError, CheckpointError, OutputError
 from bilevel.experiments import rates
 from bilevel.experiments.cleaning.runs import Point, Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel import variables
+from bilevel.variables import variable as variables
 
 
 class OnceDifferentiable(torch.autograd.Function):

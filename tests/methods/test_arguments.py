@@ -20,7 +20,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
 from bilevel.methods import METHODS, Method
 from bilevel.methods.f2ba import Nesterov
 from bilevel.methods.refusals import REASONS
-from bilevel.schedules import Constant, Power
+from bilevel.stepping.schedules import Constant, Power
 
 METHOD_CLASSES: dict[str, Any] = dict(METHODS)
 

@@ -20,7 +20,7 @@ from bilevel.errors import ObjectiveError, StateError
 from bilevel.methods import METHODS, Info
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 from tests.methods.common import OnceDifferentiable
 
 CASES = [*methods.CASES, Case("no-bilevel", {"lower_lr": 0.5}, steps=10)]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel import rows
 from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Constant, Power
+from bilevel.stepping.schedules import Constant, Power
+from bilevel.variables import sparse as rows
 from tests.methods import recursions
 from tests.methods.common import counted_passes
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import bilevel
 from bilevel.methods.reference import ReferenceF3SA
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 from tests.methods import recursions
 
 GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)

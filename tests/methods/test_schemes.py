@@ -11,7 +11,7 @@ import torch
 import bilevel
 from bilevel.problem import FORWARD, MIDPOINT, central
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 from tests.methods import recursions
 
 

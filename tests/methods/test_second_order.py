@@ -22,10 +22,9 @@ from bilevel.methods.implicit import Slope
 from bilevel.methods.itd import ITD
 from bilevel.methods.soba import MASOBA, SOBA
 from bilevel.methods.sobo import SOBO
-from bilevel.methods.vectors import conjugate_gradients, flat, unflat
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Power
-from bilevel.variables import Variable, substituted
+from bilevel.stepping.schedules import Power
+from bilevel.variables import Variable, conjugate_gradients, flat, substituted, unflat
 from tests.methods.common import OnceDifferentiable
 
 Array = npt.NDArray[np.float64]

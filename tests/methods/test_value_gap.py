@@ -22,7 +22,7 @@ from bilevel.methods.meha import MEHA
 from bilevel.methods.no_bilevel import NoBilevel
 from bilevel.methods.vpbgd import VPBGD
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 from tests.methods.common import counted_passes
 from tests.methods.recursions import Oracle
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import bilevel
-from bilevel.cli import app
+from bilevel.cli.app import app
 from bilevel.errors import ArgumentError, InputError, InterruptedRunError
 from bilevel.mixing import load_model
 from bilevel.mixing.files import mix_texts, named_paths, spoiled

@@ -15,7 +15,7 @@ from bilevel.errors import ArgumentError, NotConvergedError
 from bilevel.methods.meha import MEHA
 from bilevel.methods.vpbgd import VPBGD
 from bilevel.problems.valley import FlatValley
-from bilevel.schedules import Power
+from bilevel.stepping.schedules import Power
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -30,7 +30,7 @@ from bilevel.errors import NonFiniteError
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
 from bilevel.problems import HyperCleaning, Quadratic, WeightedLogistic
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 CONDITIONS = (1.0, 10.0, 100.0, 1e3, 1e4)
 SMALL, LARGE = 1e-3, 1e3

@@ -30,7 +30,7 @@ from torch import nn
 from bilevel.benchmarks import report
 from bilevel.data import covertype, mnist, newsgroups
 from bilevel.errors import ArgumentError
-from bilevel.extras import needed
+from bilevel.errors.extras import needed
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -30,18 +30,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from bilevel.benchmarks import methods, report
-from bilevel.checkpoint.file import PART, bytes_of
-from bilevel.checkpoint.folder import Checkpoint
-from bilevel.checks import check_count
 from bilevel.errors import CheckpointError
+from bilevel.errors.checks import check_count
 from bilevel.methods import METHODS
 from bilevel.methods.f2sa import F2SA
-from bilevel.minimize import Result, minimize
 from bilevel.problem import Problem
 from bilevel.problems import Quadratic
-from bilevel.solver import Solver
-from bilevel.table import Table
-from bilevel.variables import Variable
+from bilevel.run.checkpoint.file import PART, bytes_of
+from bilevel.run.checkpoint.folder import Checkpoint
+from bilevel.run.minimize import Result, minimize
+from bilevel.run.solver import Solver
+from bilevel.variables import Table, Variable
 
 STEPS = 24
 TWICE = 0.25

@@ -32,10 +32,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from bilevel.benchmarks import report
-from bilevel.checks import check_count
+from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA, SOBO, Method
 from bilevel.problem import Problem
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 SOURCES = 4
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel.benchmarks import report
-from bilevel.checks import check_count
-from bilevel.many import minimize_many
+from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA
-from bilevel.minimize import minimize
 from bilevel.problem import Problem
+from bilevel.run.many import minimize_many
+from bilevel.run.minimize import minimize
 
 SAMPLES, PIXELS, CLASSES = 19_000, 784, 10
 BATCH = 50

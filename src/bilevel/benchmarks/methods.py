@@ -18,12 +18,12 @@ from rich.table import Table
 from torch import Tensor
 
 from bilevel.benchmarks import report
-from bilevel.checks import check_count
 from bilevel.errors import NonFiniteError
+from bilevel.errors.checks import check_count
 from bilevel.methods import METHODS
 from bilevel.problems import Quadratic
-from bilevel.schedules import Power, Ramp
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
+from bilevel.stepping.schedules import Power, Ramp
 
 TARGET = 1e-6
 """Of ||grad F||^2, as a share of what it is at the start."""

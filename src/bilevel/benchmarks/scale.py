@@ -20,8 +20,8 @@ from rich.table import Table
 
 from bilevel.benchmarks import report
 from bilevel.benchmarks.overhead.task import Task
-from bilevel.checks import check_count
-from bilevel.solver import Solver
+from bilevel.errors.checks import check_count
+from bilevel.run.solver import Solver
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from rich.table import Table as Shown
 from torch import Tensor
 
 from bilevel.benchmarks import report
-from bilevel.checkpoint import Checkpoint
-from bilevel.checks import check_count
+from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA, Info
-from bilevel.minimize import MEASURED, minimize
 from bilevel.problems import Quadratic
-from bilevel.solver import Solver
+from bilevel.run.checkpoint import Checkpoint
+from bilevel.run.minimize import MEASURED, minimize
+from bilevel.run.solver import Solver
 
 PARTS = 100
 EAGER = 20

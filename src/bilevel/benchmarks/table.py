@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilevel.benchmarks import report
-from bilevel.checks import check_count
+from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
-from bilevel.solver import Solver
-from bilevel.table import Table
+from bilevel.run.solver import Solver
+from bilevel.variables import Table
 
 Kind = Literal["table", "tensor"]
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from bilevel.extras import needed
+from bilevel.errors.extras import needed
 
 with needed("clean", "sklearn", "scipy"):
     from bilevel.cleaning.estimator import LabelCleaner

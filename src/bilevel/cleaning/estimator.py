@@ -14,11 +14,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from bilevel.checks import check_count, check_flag, checked_number, checked_path
 from bilevel.cleaning.learners import Learner, Module, SoftmaxRegression
 from bilevel.cleaning.recipe import Task, clean
 from bilevel.cleaning.rows import Scaler, linear
 from bilevel.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from bilevel.errors.checks import check_count, check_flag, checked_number, checked_path
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from bilevel import folder as folders
 from bilevel.cleaning import encoding
 from bilevel.cleaning.encoding import ColumnChoices, Encoder
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import listed, read
 from bilevel.cleaning.samples import Samples
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS, CleanedModel
+from bilevel.data import output as folders
+from bilevel.data.output import printable
 from bilevel.errors import InputError, OutputError
-from bilevel.folder import printable
 
 LABELS, REPORT = "labels.csv", "report.html"
 

@@ -26,8 +26,8 @@ from bilevel.cleaning.samples import (
     Samples,
     TableSamples,
 )
+from bilevel.data.output import printable
 from bilevel.errors import InputError, MissingExtraError
-from bilevel.folder import printable
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 """The endings of file names that are taken for images."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from bilevel.data.output import printable
 from bilevel.errors import InputError
-from bilevel.folder import printable
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,16 +24,16 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-import bilevel
-from bilevel.checks import checked_path
 from bilevel.cleaning import encoding
 from bilevel.cleaning.encoding import Encoder
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.rows import WIDEST, Scaler, linear
 from bilevel.cleaning.samples import Array, ArraySamples, Samples
+from bilevel.data.output import printable, read_description
 from bilevel.errors import ArgumentError, InputError
-from bilevel.folder import printable, read_description
+from bilevel.errors.checks import checked_path
+from bilevel.run._version import __version__
 
 FORMAT = "bilevel label cleaner"
 VERSION = 1
@@ -116,7 +116,7 @@ class CleanedModel:
         description = {
             "format": FORMAT,
             "version": VERSION,
-            "bilevel": bilevel.__version__,
+            "bilevel": __version__,
             "classes": self.classes,
             "features": self.encoder.describe(),
             "scaling": {"standardize": "mean" in tensors, "clip": WIDEST},

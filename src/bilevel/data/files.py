@@ -12,8 +12,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from bilevel.checks import checked_path
 from bilevel.errors import ArgumentError, ArgumentTypeError, CorruptDataError, MissingDataError
+from bilevel.errors.checks import checked_path
 
 VARIABLE = "BILEVEL_DATA"
 """The environment variable that names a folder with data, as ``data_dir`` does."""

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bilevel.checkpoint import settings
 from bilevel.errors import ArgumentError, CheckpointError, OutputError
+from bilevel.run.checkpoint import settings
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 Array = npt.NDArray[np.float64]
 

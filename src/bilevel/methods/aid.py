@@ -8,18 +8,17 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count, check_flag
+from bilevel.errors.checks import check_count, check_flag
 from bilevel.methods.base import Properties
 from bilevel.methods.implicit import (
     ImplicitMethod,
     OneCopyState,
     require_finite_adjoint,
 )
-from bilevel.methods.updates import Now, Update
-from bilevel.methods.vectors import conjugate_gradients, flat
 from bilevel.problem import Problem
-from bilevel.streams import Draw
-from bilevel.variables import Variable, require_finite
+from bilevel.sampling import Draw
+from bilevel.stepping.updates import Now, Update
+from bilevel.variables import Variable, conjugate_gradients, flat, require_finite
 
 
 @dataclass

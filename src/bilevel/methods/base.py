@@ -14,21 +14,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from bilevel.engine.watch import Watch
 from bilevel.errors import NonFiniteError, StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
-from bilevel.shards import fill
-from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept
-from bilevel.watch import Watch
+from bilevel.sampling import Draw, Sample
+from bilevel.variables import Variable, buffers_kept, loaded, saved
 
 if TYPE_CHECKING:
-    from bilevel.methods.pace import Pace
+    from bilevel.stepping.policy import Pace
 
 
 @dataclass(frozen=True)
@@ -139,20 +138,11 @@ class State:
                 f"{sorted(mine)}; was it saved by another method?"
             )
         for name in mine:
-            setattr(self, name, _loaded(getattr(self, name), state[name]))
+            setattr(self, name, loaded(getattr(self, name), state[name]))
 
 
 S = TypeVar("S", bound=State)
 M = TypeVar("M", bound="Method[Any]")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that saves and loads itself."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -294,28 +284,3 @@ class Method(ABC, Generic[S]):
     @abstractmethod
     def step(self, problem: Problem, state: S, draw: Draw, *, measure: bool = True) -> Info:
         """One outer step, in place; without ``measure`` nothing is evaluated just to report it."""
-
-
-def saved(value: Any) -> Any:
-    """``value`` as it goes into a state dict: copied, and of plain types and tensors only."""
-    if isinstance(value, Stateful):
-        return value.state_dict()
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: saved(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [saved(part) for part in value]
-    return value
-
-
-def _loaded(mine: Any, theirs: Any) -> Any:
-    if isinstance(mine, Stateful):
-        mine.load_state_dict(theirs)
-        return mine
-    if isinstance(mine, Tensor):
-        fill(mine, theirs)
-        return mine
-    if isinstance(mine, list | tuple):
-        return type(mine)(_loaded(part, other) for part, other in zip(mine, theirs, strict=True))
-    return theirs

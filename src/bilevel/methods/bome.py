@@ -10,19 +10,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_choice, check_count, checked_number
+from bilevel.engine.watch import Watch
+from bilevel.errors.checks import check_choice, check_count, checked_number
 from bilevel.methods.base import Info, Properties, Tally
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import COUPLINGS
-from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState
 from bilevel.problem import FORWARD, Problem, evaluate, separately
-from bilevel.rows import Total, added
-from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.streams import Draw
-from bilevel.variables import Variable, buffers_kept, held
-from bilevel.watch import Watch
+from bilevel.sampling import Draw
+from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.stepping.updates import Update
+from bilevel.variables import Total, Variable, added, buffers_kept, held
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,19 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from bilevel.errors import ArgumentError
-from bilevel.methods.adaptive import AdaptiveUpdate
 from bilevel.methods.base import Method, S
-from bilevel.methods.pace import REFERENCE_INNER_STEPS, Lookout, MeasuredPace, Pace
-from bilevel.methods.updates import (
+from bilevel.problem import Problem
+from bilevel.sampling import Draw
+from bilevel.stepping.adaptive import AdaptiveUpdate
+from bilevel.stepping.policy import REFERENCE_INNER_STEPS, Lookout, MeasuredPace, Pace
+from bilevel.stepping.schedules import Schedule
+from bilevel.stepping.updates import (
     FoundRate,
     OptimizerFactory,
     Rates,
     Update,
     rate_or_optimizer,
 )
-from bilevel.problem import Problem
-from bilevel.schedules import Schedule
-from bilevel.streams import Draw
 from bilevel.variables import Variable
 
 
@@ -27,8 +27,8 @@ class DescentMethod(Method[S]):
     """A method with a step size for each level.
 
     Args:
-        lower_lr: the step of y. "auto": found, see :mod:`bilevel.methods.pace`.
-        upper_lr: the step of x. "auto": found, see :mod:`bilevel.methods.adaptive`.
+        lower_lr: the step of y. "auto": found, see :mod:`bilevel.stepping.policy`.
+        upper_lr: the step of x. "auto": found, see :mod:`bilevel.stepping.adaptive`.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer``, or learning-rate scheduler
             of one, for y instead of plain steps; replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.

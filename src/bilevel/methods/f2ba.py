@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from bilevel import theory
-from bilevel.checks import checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
-from bilevel.methods.base import Properties, saved
+from bilevel.errors.checks import checked_number
+from bilevel.methods.base import Properties
 from bilevel.methods.f2sa import F2SA
-from bilevel.methods.updates import Update
-from bilevel.problem import Problem
-from bilevel.sets import Projection
+from bilevel.problem import Problem, Projection
+from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
+from bilevel.variables.state import saved
 
 
 @dataclass(frozen=True)

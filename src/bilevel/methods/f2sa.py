@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from bilevel import theory
-from bilevel.checks import check_choice, check_count, check_flag
+from bilevel.engine.loss_scale import LossScale, Scaling
+from bilevel.engine.watch import Watch
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.loss_scale import LossScale, Scaling
+from bilevel.errors.checks import check_choice, check_count, check_flag
 from bilevel.methods.base import Info, Properties, State, Tally
-from bilevel.methods.pace import Pace
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Now, Update, updates_of_copies
 from bilevel.problem import (
     FORWARD,
     MIDPOINT,
@@ -28,9 +27,10 @@ from bilevel.problem import (
     central,
     evaluate,
 )
-from bilevel.streams import Draw, Sample
+from bilevel.sampling import Draw, Sample
+from bilevel.stepping.policy import Pace
+from bilevel.stepping.updates import Now, Update, updates_of_copies
 from bilevel.variables import Variable, buffers_kept, held
-from bilevel.watch import Watch
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -113,9 +113,9 @@ class F2SA(PaperMethod[F2SAState]):
 
     Args:
         lower_lr: gamma_k, the step of z; it must stay below 2 / L_g, where L_g is the curvature of
-            g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.methods.pace`.
+            g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.policy`.
         upper_lr: s_k, the step of x. "auto": from the path of x, see
-            :mod:`bilevel.methods.adaptive`; this keeps one more copy of y and two of x.
+            :mod:`bilevel.stepping.adaptive`; this keeps one more copy of y and two of x.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
             lower_lr="auto" a number is where it starts, and it is raised where f is too strong
             for it (not with coupling="independent").

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from bilevel import theory
-from bilevel.checks import check_choice
+from bilevel.engine.watch import Watch
 from bilevel.errors import ArgumentError
+from bilevel.errors.checks import check_choice
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.penalty import PaperMethod
-from bilevel.methods.updates import Update, updates_of_copies
 from bilevel.problem import FORWARD, Phi, Problem, Stencil, Weights, evaluate, separately
-from bilevel.randomness import Rewind
-from bilevel.rows import added, dense, entries
-from bilevel.schedules import Power, Rate, Schedule, as_schedule, positive_at
-from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, held
-from bilevel.watch import Watch
+from bilevel.sampling import Draw, Rewind, Sample
+from bilevel.stepping.schedules import Power, Rate, Schedule, as_schedule, positive_at
+from bilevel.stepping.updates import Update, updates_of_copies
+from bilevel.variables import Variable, added, buffers_kept, dense, entries, held
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""

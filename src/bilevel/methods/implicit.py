@@ -23,16 +23,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count
 from bilevel.errors import ObjectiveError
+from bilevel.errors.checks import check_count
 from bilevel.methods.base import Info, State, Tally
 from bilevel.methods.descent import DescentMethod
-from bilevel.methods.updates import Now, Update
-from bilevel.methods.vectors import flat
 from bilevel.problem import Problem
-from bilevel.rows import dense
-from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_kept, held, require_finite
+from bilevel.sampling import Draw, Sample
+from bilevel.stepping.updates import Now, Update
+from bilevel.variables import Variable, buffers_kept, dense, flat, held, require_finite
 
 _NO_DERIVATIVE = ("is not implemented", "once_differentiable", "ouble backward")
 """What torch says when a backward pass has no backward pass of its own."""

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count
 from bilevel.errors import ArgumentError
+from bilevel.errors.checks import check_count
 from bilevel.methods.base import Info, Properties, Tally
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.implicit import (
@@ -18,11 +18,17 @@ from bilevel.methods.implicit import (
     leave_upper_gradient,
     pull_back,
 )
-from bilevel.methods.updates import Update
-from bilevel.methods.vectors import unflat
 from bilevel.problem import Problem
-from bilevel.streams import Draw, Sample
-from bilevel.variables import Variable, buffers_copied, buffers_kept, require_finite, substituted
+from bilevel.sampling import Draw, Sample
+from bilevel.stepping.updates import Update
+from bilevel.variables import (
+    Variable,
+    buffers_copied,
+    buffers_kept,
+    require_finite,
+    substituted,
+    unflat,
+)
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,17 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from bilevel.checks import checked_number
+from bilevel.engine.watch import Watch
+from bilevel.errors.checks import checked_number
 from bilevel.methods.base import Info, Properties, Tally
 from bilevel.methods.no_bilevel import LOWER
 from bilevel.methods.penalty import PenaltyMethod
-from bilevel.methods.updates import Update
 from bilevel.methods.vpbgd import GapState, gap_gradients
 from bilevel.problem import FORWARD, Problem, Weights, evaluate
-from bilevel.rows import added
-from bilevel.schedules import Power, Rate
-from bilevel.streams import Draw
-from bilevel.variables import Variable, held
-from bilevel.watch import Watch
+from bilevel.sampling import Draw
+from bilevel.stepping.schedules import Power, Rate
+from bilevel.stepping.updates import Update
+from bilevel.variables import Variable, added, held
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
 """c_k = c0 * (k + 1)^p with c0 = 10 and p = 1/4."""

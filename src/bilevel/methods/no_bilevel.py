@@ -6,21 +6,21 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
-from bilevel.checks import check_count
+from bilevel.engine.watch import Watch
+from bilevel.errors.checks import check_count
 from bilevel.methods.base import Info, Method, Properties, State, Tally
-from bilevel.methods.pace import REFERENCE_INNER_STEPS, MeasuredPace, Pace
-from bilevel.methods.updates import (
+from bilevel.problem import Problem, Stencil, Weights, evaluate
+from bilevel.sampling import Draw
+from bilevel.stepping.policy import REFERENCE_INNER_STEPS, MeasuredPace, Pace
+from bilevel.stepping.schedules import Constant
+from bilevel.stepping.updates import (
     FoundRate,
     OptimizerFactory,
     Rates,
     Update,
     rate_or_optimizer,
 )
-from bilevel.problem import Problem, Stencil, Weights, evaluate
-from bilevel.schedules import Constant
-from bilevel.streams import Draw
 from bilevel.variables import Variable, held
-from bilevel.watch import Watch
 
 LOWER = Stencil(upper=(0.0,), lower=(1.0,), centre=(1.0,))
 """Phi = lam * g(x, y): one copy, which solves the lower level."""

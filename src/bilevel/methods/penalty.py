@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 from bilevel import theory
-from bilevel.checks import check_choice
+from bilevel.errors.checks import check_choice
 from bilevel.methods.base import S
 from bilevel.methods.descent import DescentMethod
-from bilevel.methods.updates import PenaltyRates, rate_or_optimizer
 from bilevel.problem import Stencil
-from bilevel.schedules import Rate, as_schedule
+from bilevel.stepping.schedules import Rate, as_schedule
+from bilevel.stepping.updates import PenaltyRates, rate_or_optimizer
 
 P = TypeVar("P", bound="PaperMethod[Any]")
 

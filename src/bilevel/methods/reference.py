@@ -17,7 +17,7 @@ from bilevel.methods.base import Info
 from bilevel.methods.f2sa import F2SA, F2SAState
 from bilevel.methods.f3sa import F3SA, F3SAState
 from bilevel.problem import FORWARD, Objective, Problem
-from bilevel.streams import Draw
+from bilevel.sampling import Draw
 from bilevel.variables import Variable
 
 Point = list[Tensor]

@@ -19,12 +19,11 @@ from bilevel.methods.implicit import (
     lower_slopes,
     require_finite_adjoint,
 )
-from bilevel.methods.updates import Update
-from bilevel.methods.vectors import flat, unflat
 from bilevel.problem import Problem
-from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.streams import Draw
-from bilevel.variables import Variable, buffers_kept
+from bilevel.sampling import Draw
+from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.stepping.updates import Update
+from bilevel.variables import Variable, buffers_kept, flat, unflat
 
 
 @dataclass

@@ -8,13 +8,13 @@ from functools import cached_property
 
 from torch import Tensor
 
-from bilevel.checks import check_count
+from bilevel.errors.checks import check_count
 from bilevel.methods.base import Properties
 from bilevel.methods.implicit import ImplicitMethod, OneCopyState, require_finite_adjoint
-from bilevel.methods.updates import Now, Update
 from bilevel.problem import Problem
-from bilevel.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.streams import Draw
+from bilevel.sampling import Draw
+from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
+from bilevel.stepping.updates import Now, Update
 from bilevel.variables import Variable
 
 

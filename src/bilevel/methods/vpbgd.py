@@ -7,15 +7,15 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
 
-from bilevel.checks import check_choice, check_count
+from bilevel.engine.watch import Watch
+from bilevel.errors.checks import check_choice, check_count
 from bilevel.methods.base import Info, Properties, State, Tally
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import PenaltyMethod
-from bilevel.methods.updates import Update
 from bilevel.problem import FORWARD, Problem, Stencil, Weights, evaluate
-from bilevel.streams import Draw, Sample
+from bilevel.sampling import Draw, Sample
+from bilevel.stepping.updates import Update
 from bilevel.variables import Variable, buffers_kept, held
-from bilevel.watch import Watch
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bilevel import folder as folders
+from bilevel.data import output as folders
+from bilevel.data.output import printable
 from bilevel.errors import InputError, InterruptedRunError, OutputError
-from bilevel.folder import printable
 from bilevel.methods import Info
 from bilevel.mixing.mixer import DataMixer
 from bilevel.mixing.mixture import TABLE, TENSORS, WEIGHTS, Mixture
@@ -27,7 +27,7 @@ from bilevel.mixing.text import (
     Windows,
     read_text,
 )
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 PLOT = "weights.png"
 FILES = (WEIGHTS, TABLE, PLOT, TENSORS, DESCRIPTION)

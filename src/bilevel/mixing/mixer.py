@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel.checkpoint.folder import CheckpointLike
-from bilevel.checks import check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.loggers import Logger
+from bilevel.errors.checks import check_count, checked_number
 from bilevel.methods import F2SA, Info, Method, method_of
-from bilevel.minimize import Callback, minimize
 from bilevel.mixing.mixture import Mixture, named
 from bilevel.mixing.tokens import Loss, Tokens, tokens_of
 from bilevel.problem import Problem
-from bilevel.solver import Solver
-from bilevel.streams import Together
+from bilevel.run.checkpoint.folder import CheckpointLike
+from bilevel.run.loggers import Logger
+from bilevel.run.minimize import Callback, minimize
+from bilevel.run.solver import Solver
+from bilevel.sampling import Together
 
 
 class DataMixer:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-import bilevel
-from bilevel import folder as folders
-from bilevel.checks import checked_path
+from bilevel.data import output as folders
+from bilevel.data.output import printable, read_description
 from bilevel.errors import ArgumentError, InputError, MissingExtraError, OutputError
-from bilevel.extras import needed
-from bilevel.folder import printable, read_description
-from bilevel.minimize import History
+from bilevel.errors.checks import checked_path
+from bilevel.errors.extras import needed
+from bilevel.run._version import __version__
+from bilevel.run.minimize import History
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,7 +104,7 @@ class Mixture:
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "bilevel": bilevel.__version__,
+            "bilevel": __version__,
             **self.to_json(),
             "history": {name: values.tolist() for name, values in self.history.items()},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bilevel.extras import needed
+from bilevel.errors.extras import needed
 
 with needed("mix", "matplotlib"):
     from matplotlib.figure import Figure

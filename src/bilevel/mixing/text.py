@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import bilevel
-from bilevel.checks import checked_path
+from bilevel.data.output import printable, read_description
 from bilevel.errors import ArgumentError, InputError
-from bilevel.folder import printable, read_description
+from bilevel.errors.checks import checked_path
 from bilevel.mixing.mixture import TENSORS, load_tensors
+from bilevel.run._version import __version__
 
 FORMAT = "bilevel character model"
 VERSION = 1
@@ -182,7 +182,7 @@ class CharacterModel:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "bilevel": bilevel.__version__,
+            "bilevel": __version__,
             "characters": self.characters.characters,
             "size": asdict(self.module.size),
         }

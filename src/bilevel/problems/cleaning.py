@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from bilevel.checks import (
+from bilevel.data import mnist
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import (
     check_choice,
     check_count,
     check_dtype,
     checked_device,
     checked_number,
 )
-from bilevel.data import mnist
-from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.methods.vectors import conjugate_gradients
+from bilevel.problem import Box
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.lbfgs import lbfgs
-from bilevel.sets import Box
+from bilevel.variables import conjugate_gradients
 
 Array: TypeAlias = Tensor | npt.NDArray[Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bilevel.checks import check_tensor, checked_number
 from bilevel.errors import ArgumentError
+from bilevel.errors.checks import check_tensor, checked_number
 from bilevel.problem import Problem
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bilevel.checks import check_count, check_dtype, checked_number
 from bilevel.errors import ArgumentError, NotConvergedError
+from bilevel.errors.checks import check_count, check_dtype, checked_number
 from bilevel.problems.known import KnownProblem
 
 

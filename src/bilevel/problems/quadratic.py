@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.checks import (
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import (
     check_count,
     check_dtype,
     check_tensor,
     checked_device,
     checked_number,
 )
-from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.problems.known import KnownProblem
 from bilevel.theory import Constants
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.checks import check_count, check_dtype, checked_device, checked_number
+from bilevel.errors.checks import check_count, check_dtype, checked_device, checked_number
 from bilevel.problems.known import KnownProblem
 
 

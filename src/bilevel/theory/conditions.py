@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bilevel.checks import check_choice, check_count, check_flag, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.schedules import Constant, Power, positive_at
+from bilevel.errors.checks import check_choice, check_count, check_flag, checked_number
+from bilevel.stepping.schedules import Constant, Power, positive_at
 from bilevel.theory.constants import Constants, check_constants
 from bilevel.theory.designs import REGIMES, Design, double_loop_scale
 

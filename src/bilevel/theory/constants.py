@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from bilevel.checks import checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import checked_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from bilevel.checks import check_choice, check_count, checked_number
 from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning, warn
-from bilevel.schedules import Constant, Power, Schedule
+from bilevel.errors.checks import check_choice, check_count, checked_number
+from bilevel.stepping.schedules import Constant, Power, Schedule
 from bilevel.theory.constants import Constants, check_constants
 from bilevel.theory.sequences import CappedMultiplier, Momentum, Product
 

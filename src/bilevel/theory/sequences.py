@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bilevel.errors import ArgumentError
-from bilevel.schedules import Schedule
+from bilevel.stepping.schedules import Schedule
 
 _STRIDE = 1024
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from bilevel.benchmarks import report
 from bilevel.benchmarks.overhead import by_hand
 from bilevel.benchmarks.overhead.task import Runner, Task
-from bilevel.checks import check_count
+from bilevel.errors.checks import check_count
 
 FLOOR = "JAX, one scalar"
 CLOSED_FORM = "torch, closed form"

@@ -10,7 +10,7 @@ import torch
 
 from bilevel.methods import F2SA
 from bilevel.problems.cleaning import HyperCleaning
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 Runner: TypeAlias = Callable[[int], tuple[Any, Any]]
 """It takes that many outer steps, and gives x and the solution of the lower level when done."""

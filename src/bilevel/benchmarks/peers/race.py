@@ -36,8 +36,8 @@ from bilevel.benchmarks.peers import environment
 from bilevel.benchmarks.peers.lineup import LINEUP, Contestant, Settings
 from bilevel.benchmarks.peers.starter import Kept, Log
 from bilevel.benchmarks.peers.task import Task
-from bilevel.checks import check_count, checked_number
 from bilevel.errors import ArgumentError
+from bilevel.errors.checks import check_count, checked_number
 from bilevel.experiments.judge import BEST, TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bilevel.methods import F2SA, SOBA, SOBO, Method
 from bilevel.problems import HyperCleaning
-from bilevel.solver import Solver
+from bilevel.run.solver import Solver
 
 Settings = dict[str, float]
 """Arguments of a method by name, and ``per_visit``, the step of x_i each time that sample i is in

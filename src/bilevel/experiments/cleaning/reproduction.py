@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bilevel.checks import check_count, checked_number
+from bilevel.errors.checks import check_count, checked_number
 from bilevel.experiments.cleaning.contenders import (
     CONTENDERS,
     F2SA_SHARED,

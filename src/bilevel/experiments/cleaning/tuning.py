@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bilevel.checks import checked_number
+from bilevel.errors.checks import checked_number
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Settings
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Task, follow
 from bilevel.experiments.cleaning.settings import Choice, Trial, Tuned

@@ -1,9 +1,0 @@
-"""Outer steps as compiled programs: the same state, the same samples, less overhead.
-
-:func:`program_for` gives a :class:`~bilevel.compiled.program.Program`, which stands in for
-``method.step`` and falls back on it wherever something cannot be compiled.
-"""
-
-from bilevel.compiled.program import Program, program_for
-
-__all__ = ["Program", "program_for"]

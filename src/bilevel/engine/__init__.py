@@ -1,0 +1,1 @@
+"""How a run is executed: eagerly, compiled, stacked, or on several ranks."""

@@ -1,0 +1,157 @@
+"""Numbers that are not finite, noticed without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import NonFiniteError
+from bilevel.variables import Variable, entries, largest_entries, longest_step, require_finite
+
+
+class Watch:
+    """Sees to it that no number of one outer step is infinite or NaN.
+
+    Looked at ``at_once``, a number that is not finite stops the run there and then. That is right
+    on a CPU, where looking costs nothing. A device would have to be waited for; there what is seen
+    is only noted, from the first bad number on nothing moves any more, because updates are told
+    :attr:`bad`, and :meth:`read` stops the run at the end of the step or later.
+
+    Args:
+        step: k, for the message.
+        at_once: whether to look as soon as there is something to see.
+        before: of the step before, if that was not read yet: what is bad there is bad here.
+    """
+
+    def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
+        self._step = step
+        self._at_once = at_once
+        self._notes: list[tuple[list[str], Tensor]] = []
+        self._fine: Tensor | None = None if before is None else before._fine
+        self._posted: tuple[Tensor, torch.cuda.Event] | None = None
+
+    @property
+    def step(self) -> int:
+        """k, of the outer step that it is for."""
+        return self._step
+
+    def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
+        """Scalars that are about to be differentiated, and what they are called, if asked."""
+        looks = self._at_once and values[0].device.type == "cpu"  # a device is asked once for all
+        if looks and all(math.isfinite(value.item()) for value in values):
+            return
+        self.numbers(names(), [value.detach() for value in values])
+
+    def numbers(self, names: list[str], values: list[Tensor]) -> None:
+        """0-dimensional tensors and what they are."""
+        if self._at_once:
+            require_finite(self._step, names, values)
+            return
+        seen = torch.stack(values)  # a copy: a captured graph writes its results over the last ones
+        fine = seen.abs().amax() < math.inf  # false for NaN, and fewer launches than isfinite
+        self._fine = fine if self._fine is None else self._fine & fine
+        self._notes.append((names, seen))
+
+    def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
+        """Variables with gradients on their leaves, each with the length of the step to come.
+
+        A step along them must not overflow either. On several ranks they become the mean, unless
+        they are ``averaged`` already.
+        """
+        by_variable = [entries(variable.grads()) for variable, _ in moves]
+        if not self._at_once:
+            pairs = zip(moves, by_variable, strict=True)
+            self.steps([(v, v.gradient_names, grads, rate) for (v, rate), grads in pairs])
+            return
+        grads = [grad for grads in by_variable for grad in grads]
+        # the Euclidean norm is no smaller than the largest entry and fast to get
+        total = sum([norm.item() for norm in torch._foreach_norm(grads)])
+        longest = longest_step(grads)
+        for variable, rate in moves:
+            if not abs(rate) * total <= longest:  # NaN too
+                variable.require_finite_grads(self._step, rate)
+
+    def complete(self, variable: Variable) -> None:
+        """Nothing more comes to the gradients on the leaves; on several ranks, take the mean."""
+
+    def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
+        """Variables and sums of gradients that are not on their leaves; on several ranks, the mean.
+
+        They are replaced by it.
+        """
+        for variable, tensors in parts:
+            grads = entries(tensors)
+            if self._at_once:
+                require_finite(self._step, variable.gradient_names, grads)
+            else:
+                self.numbers(variable.gradient_names, largest_entries(grads))
+
+    def means(self, values: list[Tensor]) -> list[Tensor]:
+        """What is reported; on several ranks, the mean."""
+        return values
+
+    def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
+        """The Euclidean norm of gradients, with those parts that other ranks hold."""
+        return variable.norm(grads)
+
+    def steps(self, parts: Sequence[tuple[Variable, list[str], list[Tensor], float]]) -> None:
+        """Note gradients of variables, by their names, and steps of a length along them.
+
+        It takes hardly more launches on a device for several than for one.
+        """
+        grads = [grad for *_, own, _ in parts for grad in own]
+        if not grads:
+            return
+        peaks = largest_entries(grads)
+        # infinite exactly where a step is longer than longest_step; not finite where a peak is not
+        lengths = torch._foreach_mul(peaks, [4 * abs(rate) for *_, own, rate in parts for _ in own])
+        names: list[str] = []
+        values: list[Tensor] = []
+        for variable, own_names, own, _ in parts:
+            here = slice(len(values) // 2, len(values) // 2 + len(own))
+            names += [*own_names, *[f"the step of {variable.name}"] * len(own)]
+            values += [*peaks[here], *lengths[here]]
+        self.numbers(names, values)
+
+    @property
+    def bad(self) -> Tensor | None:
+        """Whether something noted so far is not finite, on the device; None: nothing is."""
+        return None if self._fine is None else ~self._fine
+
+    def post(self) -> None:
+        """Have the answer brought from the device, so that :meth:`read` waits for no later work."""
+        if self._fine is not None and self._fine.is_cuda:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(self._fine, non_blocking=True)
+            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record()
+            self._posted = answer, there
+
+    def read(self) -> None:
+        """Raise :class:`~bilevel.errors.NonFiniteError` for the first bad number of the notes."""
+        if self._posted is not None:
+            answer, there = self._posted
+            there.synchronize()
+            fine = bool(answer)
+        else:
+            fine = self._fine is None or bool(self._fine)
+        if fine:
+            self._notes.clear()
+            self._fine = self._posted = None  # what was read needs no second look
+            return
+        found = self._first_bad()
+        if found is not None:
+            raise NonFiniteError(self._step, found[1])
+
+    def _first_bad(self) -> tuple[int, str] | None:
+        """Which of the numbers noted is the first that is not finite, and what it is."""
+        noted = (
+            pair for names, seen in self._notes for pair in zip(names, seen.tolist(), strict=True)
+        )
+        for place, (name, value) in enumerate(noted):
+            if not math.isfinite(value):
+                return place, name
+        return None

@@ -1,0 +1,1 @@
+"""Runs: the solver, the loop around it, what is recorded, saved and said."""

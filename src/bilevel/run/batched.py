@@ -1,0 +1,251 @@
+"""A group of runs that differ in their seeds, starts and rates, as one computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel.engine.stacked.stack import Runs, Stack, StackedProblem, stacked_state
+from bilevel.engine.stacked.streams import UnbatchableError, together
+from bilevel.errors import NonFiniteError
+from bilevel.methods import F2BA, F2SA, Info, Method
+from bilevel.problem import Problem
+from bilevel.run.minimize import MEASURED, TOLD, History, Outcome, Result, meter_of
+from bilevel.run.solver import Sampling, start_at
+from bilevel.sampling import Draw, Iterated
+from bilevel.variables import Variable
+
+
+@dataclass(frozen=True)
+class Run:
+    """What only this run has: its place in the grid, its settings, seed and start."""
+
+    number: int
+    method: Method[Any]
+    seed: int
+    x0: Any
+    y0: Any
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What all runs have in common; see :func:`bilevel.minimize`."""
+
+    problem: Problem
+    sampling: Sampling
+    steps: int
+    record_every: int
+    place: torch.device | None
+    progress: bool
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The result of a run, and what ended it before its time."""
+
+    result: Result
+    reason: str | None
+
+
+def why_alone(method: Method[Any]) -> str | None:
+    """Why runs of a method cannot be one computation; None if they can."""
+    if type(method) not in (F2SA, F2BA):
+        return f"{type(method).__name__} is not one of F2SA and F2BA"
+    assert isinstance(method, F2SA)
+    for name in ("lower_optimizer", "upper_optimizer", "acceleration", "loss_scale"):
+        if getattr(method, name, None) is not None:
+            return f"{name} keeps a state of its own for each run"
+    if method.accumulate:
+        return "accumulate=True is to save memory, of which many runs at once take more"
+    rates = {"lower_lr": method.rates.lower, "upper_lr": method.rates.upper}
+    found = [name for name, rate in rates.items() if rate is None]
+    if found:
+        columns = " and ".join(f"history[{name!r}]" for name in found)
+        return (
+            f"each run finds {' and '.join(found)} for itself ('auto'); give numbers, such as the "
+            f"last in {columns} of one run"
+        )
+    return None
+
+
+def structure(method: Method[Any]) -> Any:
+    """What the runs of one computation have in common: all but the rates and the multiplier."""
+    reason = why_alone(method)
+    if reason is not None:
+        return reason
+    assert isinstance(method, F2SA)
+    return replace(method, lower_lr=1.0, upper_lr=1.0, multiplier=1.0, penalty_lr=None)
+
+
+def why_broken(error: NonFiniteError) -> str:
+    """What ended a run, in a few words."""
+    return f"{error.quantity} is not finite at step {error.step}"
+
+
+def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
+    """Runs of methods that have one structure; raises :class:`UnbatchableError` with a reason."""
+    reason = why_alone(group[0].method)
+    if reason is not None:
+        raise UnbatchableError(reason)
+    methods = [run.method for run in group if isinstance(run.method, F2SA)]
+    x, y = _stacked_starts(group, choices.place)
+    _check(group, choices, x.template, y.template)
+    draw = _stacked_draw(group, choices, x.device)
+    problem = StackedProblem(choices.problem, x.runs)
+    state = stacked_state(methods, choices.problem, x, y)
+    recorder = _Recorder(choices, x.runs)
+    _keep_freed_memory(x.device)
+    meter = meter_of(choices.steps) if choices.progress else None
+    start = time.perf_counter()
+    with meter or nullcontext(), torch.enable_grad():
+        for k in range(choices.steps):
+            if len(x.runs.ended) == len(group):
+                break
+            recorded = k % choices.record_every == 0 or k == choices.steps - 1
+            info = methods[0].step(problem, state, draw, measure=recorded)
+            if recorded:
+                recorder.add(info, time.perf_counter() - start)
+                if meter is not None:
+                    meter.show(_median(info))
+    seconds = time.perf_counter() - start
+    histories = recorder.histories()
+    solution = state.solution
+    assert isinstance(solution, Stack)
+
+    def ending(run: int) -> Ending:
+        error = x.runs.ended.get(run)
+        steps = choices.steps if error is None else error.step
+        outcome = Outcome.COMPLETED if error is None else Outcome.BROKEN
+        point = x.of_run(run), solution.of_run(run)
+        result = Result(*point, histories[run], steps, seconds, outcome, steps)
+        return Ending(result, None if error is None else why_broken(error))
+
+    return [ending(run) for run in range(len(group))]
+
+
+def _stacked_starts(group: Sequence[Run], place: torch.device | None) -> tuple[Stack, Stack]:
+    """Where the runs start."""
+    starts: dict[tuple[int, int], tuple[Variable, Variable]] = {}
+    for run in group:
+        key = id(run.x0), id(run.y0)
+        if key not in starts:
+            starts[key] = start_at(run.x0, run.y0, place)
+    ordered = [starts[id(run.x0), id(run.y0)] for run in group]
+    runs = Runs(len(group), ordered[0][0].device)
+    x, y = (_stack([pair[level] for pair in ordered], runs) for level in (0, 1))
+    return x, y
+
+
+def _stack(points: Sequence[Variable], runs: Runs) -> Stack:
+    first = points[0]
+    for name, by_rows in zip(first.names, first.by_rows, strict=True):
+        if by_rows:
+            raise UnbatchableError(f"{name} is moved row by row")
+    for point in points:
+        alike = point.names == first.names and all(
+            a.shape == b.shape and a.dtype == b.dtype
+            for a, b in zip(point.leaves, first.leaves, strict=True)
+        )
+        if not alike or not all(map(torch.equal, point.fixed, first.fixed)):
+            raise UnbatchableError(
+                f"the starts of {first.name} differ in more than the values of what is moved"
+            )
+    with torch.no_grad():
+        columns = zip(*(point.leaves for point in points), strict=True)
+        return Stack(first, [torch.stack(column) for column in columns], runs)
+
+
+def _check(group: Sequence[Run], choices: Choices, x: Variable, y: Variable) -> None:
+    """What a run of its own checks before its first step, and that it draws nothing at random."""
+    draw, randomness = choices.sampling.draw(group[0].seed, choices.place, x.device)
+    for name, stream in (("upper_data", draw.upper), ("lower_data", draw.lower)):
+        if isinstance(stream, Iterated):
+            raise UnbatchableError(f"{name} is an iterable of batches, in an order of its own")
+    for method in {id(run.method): run.method for run in group}.values():
+        method.check(choices.problem, draw, x)
+    with randomness:
+        batches = draw.upper.peek(), draw.lower.peek()
+    before = randomness.state_dict()
+    with randomness:
+        choices.problem.check(x, y, *batches)
+    after = randomness.state_dict()
+    if not all(torch.equal(before[device], after[device]) for device in before):
+        raise UnbatchableError("the objectives draw random numbers, which differ between runs")
+
+
+def _stacked_draw(group: Sequence[Run], choices: Choices, home: torch.device) -> Draw:
+    """Each run's own samples, given out for all at once."""
+    draws, inside = zip(
+        *(choices.sampling.draw(run.seed, choices.place, home) for run in group), strict=True
+    )
+    if draws[0].chunked and draws[0].direction_batch_size is None:
+        raise UnbatchableError("chunk_size is to save memory, of which many runs at once take more")
+    upper = together([draw.upper for draw in draws], inside)
+    lower = together([draw.lower for draw in draws], inside)
+    return Draw(upper, lower, draws[0].direction_batch_size, draws[0].chunk_size)
+
+
+_KEPT = 31 << 20  # bytes; beyond 32 MB the allocator does not adapt
+
+
+def _keep_freed_memory(device: torch.device) -> None:
+    """Let the allocator keep what each step frees for the next step.
+
+    The tensors of a stack are of megabytes, which the C library would hand back to the system and
+    fetch again, page by page, in every step: that takes as long as the computation. It stops doing
+    so for sizes up to that of the largest block it has seen freed.
+    """
+    if device.type == "cpu":
+        torch.empty(_KEPT, dtype=torch.uint8)
+
+
+class _Recorder:
+    """The histories of all runs, kept on their device until they are asked for."""
+
+    def __init__(self, choices: Choices, runs: Runs) -> None:
+        rows = -(-choices.steps // choices.record_every) + 1
+        device = runs.going.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._runs = runs
+        self._names = (*MEASURED, *TOLD)
+        self._numbers = torch.empty(
+            (rows, len(self._names), runs.count), dtype=dtype, device=device
+        )
+        self._when: list[tuple[int, float]] = []
+
+    def add(self, info: Info, seconds: float) -> None:
+        row = self._numbers[len(self._when)]
+        for place, name in enumerate(self._names):
+            number: Tensor | float = getattr(info, name)
+            row[place] = number.detach() if isinstance(number, Tensor) else number
+        self._when.append((info.step, seconds))
+
+    def histories(self) -> list[History]:
+        """For each run, up to where it ended."""
+        numbers = self._numbers[: len(self._when)].cpu().numpy()
+        step = np.array([step for step, _ in self._when], dtype=np.int64)
+        seconds = np.array([seconds for _, seconds in self._when], dtype=np.float64)
+
+        def history(run: int) -> History:
+            error = self._runs.ended.get(run)
+            rows = len(step) if error is None else int((step < error.step).sum())
+            columns = {name: numbers[:rows, i, run].copy() for i, name in enumerate(self._names)}
+            return {"step": step[:rows].copy(), "seconds": seconds[:rows].copy(), **columns}
+
+        return [history(run) for run in range(self._runs.count)]
+
+
+def _median(info: Info) -> Info:
+    """Of each number over the runs, to be shown."""
+    numbers: dict[str, Any] = {
+        name: torch.as_tensor(getattr(info, name)).detach().nanmedian()
+        for name in (*MEASURED, *TOLD)
+    }
+    return replace(info, **numbers)

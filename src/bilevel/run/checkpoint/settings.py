@@ -1,0 +1,181 @@
+"""What made a checkpoint, in words that can be compared with what is to load it.
+
+Functions cannot be compared; their names are, and of a rate its value at k = 0. What the names
+leave open is settled by the objectives themselves, see :meth:`bilevel.Solver.load`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from bilevel.methods import Method, State
+from bilevel.run.checkpoint.file import bytes_of
+from bilevel.sampling import Together
+from bilevel.stepping.updates import Update
+from bilevel.variables import Averaged, Variable
+
+SHOWN = 5
+"""So many differences are named at most."""
+
+
+def described(value: Any) -> Any:
+    """``value`` in plain types, such that what is described alike is alike as far as can be told.
+
+    Example:
+        >>> from bilevel.sets import Box
+        >>> described({"x_set": Box(0, 1)})
+        {'x_set': {'kind': 'Box', 'low': 0, 'high': 1}}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Tensor):
+        digest = hashlib.sha256(bytes_of(value)).hexdigest()
+        return f"{shape_of(value)}, SHA-256 {digest[:16]}"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): described(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [described(part) for part in value]
+    if isinstance(value, partial):
+        call = {"function": value.func, "arguments": value.args, **value.keywords}
+        return {"kind": "partial", **described(call)}
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"kind": type(value).__qualname__, **described(parts)}
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def shape_of(tensor: Tensor | np.ndarray[Any, Any]) -> str:
+    """The type and the shape of a tensor."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def of_method(method: Method[Any]) -> dict[str, Any]:
+    """A method and its arguments; of functions of k also the first value."""
+    names = [field.name for field in fields(method)] if is_dataclass(method) else list(vars(method))
+    found: dict[str, Any] = {"kind": type(method).__qualname__}
+    for name in names:
+        value = getattr(method, name)
+        found[name] = described(value)
+        rate = callable(value) and not is_dataclass(value) and not name.endswith("_optimizer")
+        if rate:
+            found[f"{name}(0)"] = described(float(value(0)))
+    return found
+
+
+def of_optimizers(state: State) -> dict[str, Any]:
+    """The optimizers of a state and their options, as they are now."""
+    found = {}
+    for name, value in vars(state).items():
+        for number, update in enumerate(value if isinstance(value, list) else [value]):
+            if not isinstance(update, Update):
+                continue
+            optimizer, scheduler = update.optimizer, update.scheduler
+            if optimizer is not None:
+                groups = [
+                    {option: part for option, part in group.items() if option != "params"}
+                    for group in optimizer.param_groups
+                ]
+                found[f"{name}[{number}]"] = {
+                    "kind": type(optimizer).__qualname__,
+                    "groups": described(groups),
+                    **({} if scheduler is None else {"scheduler": _of_scheduler(scheduler)}),
+                }
+    return found
+
+
+def _of_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
+    """Its kind, and the numbers with which it begins."""
+    state = {name: part for name, part in scheduler.state_dict().items() if name[0] != "_"}
+    return {"kind": type(scheduler).__qualname__, **described(state)}
+
+
+def of_variable(variable: Variable) -> dict[str, str]:
+    """The tensors of a variable by their names."""
+    found = {}
+    for index, (name, leaf) in enumerate(zip(variable.names, variable.leaves, strict=True)):
+        if variable.averaged[index] is Averaged.BY_WRAPPER:
+            name = name.replace(".module.", ".", 1)  # as it is called where nothing is wrapped
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        found[name.removeprefix(variable.name)] = f"{dtype} {list(variable.shape(index))}"
+    return found
+
+
+def of_data(data: Any, *, length: bool = True) -> Any:
+    """What data look like; not what is in them, and if so asked not how many there are."""
+    if isinstance(data, Tensor | np.ndarray):
+        return shape_of(data if length else data[:0])
+    if isinstance(data, Together):
+        data = data.data
+    if isinstance(data, Mapping):
+        return {str(key): of_data(part, length=length) for key, part in data.items()}
+    if isinstance(data, tuple):
+        return [of_data(part, length=length) for part in data]
+    if isinstance(data, DataLoader):
+        return {
+            "kind": type(data).__qualname__,
+            "dataset": of_data(data.dataset, length=length),
+            "batch_size": data.batch_size,
+            "drop_last": data.drop_last,
+        }
+    if length and isinstance(data, Sequence | Dataset) and isinstance(data, Sized):
+        return f"{type(data).__qualname__} of {len(data)}"
+    return described(data if length or not isinstance(data, Sequence | Dataset) else type(data))
+
+
+def length_of(data: Any) -> int | None:
+    """How many samples there are, or else how many batches; None: that is not known."""
+    if isinstance(data, tuple | Mapping) and data:
+        return length_of(next(iter(data.values() if isinstance(data, Mapping) else data)))
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def differences(there: Any, here: Any, called: tuple[str, str] = ("there", "here")) -> list[str]:
+    """In words, where two descriptions differ, and what the two are ``called``.
+
+    Example:
+        >>> differences({"seed": 0, "method": {"lr": 0.1}}, {"seed": 0, "method": {"lr": 0.2}})
+        ['method.lr is 0.1 there and 0.2 here']
+    """
+    before, now = _leaves(there), _leaves(here)
+    return [
+        f"{name} is {before.get(name, 'absent')!r} {called[0]} and "
+        f"{now.get(name, 'absent')!r} {called[1]}"
+        for name in dict.fromkeys([*before, *now])
+        if name not in before or name not in now or before[name] != now[name]
+    ]
+
+
+def _leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """What stands at the ends of a description, by the paths to it."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(node, dict) and node:
+        # a key may be a path itself, as that of a tensor in a tree is
+        parts = [
+            (path + key if not path or not key or key[0] in "[." else f"{path}.{key}", part)
+            for key, part in node.items()
+        ]
+    elif isinstance(node, list) and node:
+        parts = [(f"{path}[{number}]", part) for number, part in enumerate(node)]
+    else:
+        return {path: node}
+    return {name: leaf for where, part in parts for name, leaf in _leaves(part, where).items()}

@@ -1,0 +1,168 @@
+"""The checkpoint of a run on several ranks: a folder, there whole or not at all.
+
+It goes through ``torch.distributed.checkpoint``: that knows which rank holds which part of which
+tensor, writes what all hold once, and brings the parts to where they are needed when as many or as
+few ranks as there are then read it. What it would pickle, its description of the parts, is JSON
+here, and the files are those of :mod:`bilevel.run.checkpoint.file`, with a checksum each:
+
+- ``rank-00000.safetensors``, ...: what each rank wrote, and what it has for itself (``own``): the
+  position of its data and its random generators;
+- ``run.safetensors``: everything that is no tensor, and where which part of each tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bilevel.errors import CheckpointError, OutputError, StateError
+from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
+from bilevel.variables import is_sharded, row_parts
+
+if TYPE_CHECKING:
+    from bilevel.engine.ranks import Team
+
+OWN = "own"
+"""What in a checkpoint each rank has for itself."""
+
+_INDEX = "run.safetensors"
+
+
+def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None:
+    """Put ``content`` into a file, or on several ranks into a folder.
+
+    Raises:
+        OutputError: it could not be written, on any of the ranks.
+        StateError: there is something in it that could only be pickled.
+    """
+    if team is None:
+        write(path, content)
+        return
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from bilevel.run.checkpoint.storage import Writer
+
+    tensors: dict[str, Tensor] = {}
+
+    def description() -> str:
+        shared = {name: part for name, part in content.items() if name != OWN}
+        return json.dumps(packed(shared, "", tensors), allow_nan=False)
+
+    text = team.together(description)
+    part = path.with_name(team.told(f".{path.name}.{secrets.token_hex(4)}{PART}"))
+    divided = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+
+    def finished(index: dict[str, Any]) -> None:
+        write(part / _INDEX, {"content": text, "index": index, "divided": divided})
+        if path.is_dir():
+            remove(path)
+        os.replace(part, path)
+        sync_folder(path.parent)
+
+    writer = Writer(part, content[OWN], finished)
+    try:
+        with team.reaching():
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=team.group,
+            )
+    except CheckpointException as error:
+        raise OutputError(
+            f"the checkpoint {str(path)!r} could not be written: {_reason(error)}"
+        ) from error
+    finally:
+        if team.rank == 0:
+            with suppress(OSError):
+                shutil.rmtree(part, ignore_errors=True)
+
+
+def read_any(path: Path, team: Team | None) -> dict[str, Any]:
+    """What :func:`write_any` put there, from as many ranks as it may have been; tensors on the CPU.
+
+    What each rank had for itself comes back only where there are as many ranks now.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; on every rank.
+    """
+    if not (path / _INDEX).is_file():
+        return read(path) if team is None else team.together(lambda: read(path))
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from bilevel.run.checkpoint.storage import Reader
+
+    rank, ranks = (0, 1) if team is None else (team.rank, team.size)
+
+    def opened() -> tuple[Reader, Any, list[str]]:
+        index = read(path / _INDEX)
+        try:
+            return Reader(path, index["index"]), json.loads(index["content"]), index["divided"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                path, f"its description is wrong: {type(error).__name__}: {error}"
+            ) from error
+
+    reader, text, divided = opened() if team is None else team.together(opened)
+    tensors = {
+        name: row_parts(shape, dtype)
+        if team is not None and name in divided
+        else torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in reader.tensors.items()
+    }
+    ranks_of: dict[str, Any] = {} if team is None else {"process_group": team.group}
+    if team is None and dist.is_available() and dist.is_initialized():
+        ranks_of = {"no_dist": True}
+    try:
+        with warnings.catch_warnings():
+            # that it is not initialised is what was asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(tensors, storage_reader=reader, **ranks_of)
+    except CheckpointException as error:
+        raise CheckpointError(path, _reason(error)) from error
+
+    def whole() -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = unpacked(text, tensors)
+            own = reader.own(rank) if content.get("ranks") == ranks else {}
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                path, f"its description is wrong: {type(error).__name__}: {error}"
+            ) from error
+        return content | ({OWN: own} if own else {})
+
+    return whole() if team is None else team.together(whole)
+
+
+def remove(path: Path) -> None:
+    """A file, or a folder with what is in it, of which at no moment a part is left."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if not path.name.endswith(PART):
+        path = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}"))
+    shutil.rmtree(path)
+
+
+def _reason(error: Any) -> str:
+    """The first of the reasons that ranks gave."""
+    rank, (reason, _) = next(iter(sorted(error.failures.items())))
+    if isinstance(reason, CheckpointError):
+        return f"{Path(reason.path).name} on rank {rank}: {reason.reason}"
+    if isinstance(reason, StateError | OutputError):
+        return f"on rank {rank}: {reason}"
+    return f"on rank {rank}: {type(reason).__name__}: {getattr(reason, 'strerror', None) or reason}"

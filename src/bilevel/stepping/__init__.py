@@ -1,0 +1,1 @@
+"""By how much variables move: updates, schedules, optimizers, and "auto"."""

@@ -1,0 +1,72 @@
+"""Lists of tensors as one vector: flattening, and the method of conjugate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import NotConvergedError
+from bilevel.variables.sparse import dense
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All entries as one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in dense(tensors)])
+
+
+def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a flat vector in the shapes and dtypes of the tensors."""
+    parts = torch.split(vector, [tensor.numel() for tensor in like])
+    return [
+        part.reshape(tensor.shape).to(tensor.dtype)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    b: Tensor,
+    *,
+    steps: int | None = None,
+    start: Tensor | None = None,
+) -> Tensor:
+    """The solution of H v = b for a positive definite H given by its products.
+
+    Args:
+        product: v -> H v.
+        b: the right hand side.
+        steps: at most so many; along a direction without positive curvature they end early, and
+            what is found by then is the answer. None: to the last digit, and such a direction
+            raises :class:`~bilevel.errors.NotConvergedError`.
+        start: where to start. None: at zero, which saves a product.
+    """
+    solution = torch.zeros_like(b) if start is None else start
+    residual = b.clone() if start is None else b - product(start)
+    direction = residual.clone()
+    squared = residual @ residual
+    eps = torch.finfo(b.dtype).eps
+    target = (10 * eps) ** 2 * (b @ b)
+    steepest = 0.0
+    # to the last digit, rounding may ask for many more than len(b)
+    for _ in range(10 * len(b) + 10_000 if steps is None else steps):
+        if squared <= target:
+            break
+        image = product(direction)
+        curvature = float(direction @ image / (direction @ direction))
+        steepest = max(steepest, abs(curvature))
+        if steps is not None and not curvature > 0:
+            break
+        if steps is None and not curvature > 10 * eps * steepest:
+            kind = "convex" if curvature < -10 * eps * steepest else "strongly convex"
+            raise NotConvergedError(
+                f"the lower level is not {kind} here: its Hessian has the curvature "
+                f"{curvature:.2e} along a direction"
+            )
+        length = squared / (direction @ image)
+        solution = solution + length * direction
+        residual = residual - length * image
+        before, squared = squared, residual @ residual
+        direction = residual + (squared / before) * direction
+    return solution

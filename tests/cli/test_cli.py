@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import bilevel
+from bilevel.cli.app import app
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == f"bilevel {bilevel.__version__}"
+
+
+def test_demo_finds_wrong_labels_and_beats_the_model_that_learned_them(tmp_path: Path) -> None:
+    figures, out = tmp_path / "demo.json", tmp_path / "demo"
+    result = runner.invoke(app, ["demo", "--seed", "0", "--json", str(figures), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures.read_text())
+    assert found["found"] > 0.8 * found["wrong"]
+    assert found["false_alarms"] < 0.1 * (found["samples"] - found["wrong"])
+    assert found["auc"] > 0.9
+    assert found["accuracy_cleaned"] > found["accuracy_noisy"]
+    output = " ".join(result.stdout.split())
+    assert f"{found['found']} of the {found['wrong']} wrong" in output
+    assert str(out / "report.html") in output
+    suspected = found["found"] + found["false_alarms"]
+    assert f">{suspected:,}</span> of 4,000 labels look wrong" in (out / "report.html").read_text()
+    assert len((out / "labels.csv").read_text().splitlines()) == 4001
+
+
+def test_reproduce_rates_writes_table_plot_and_figures(tmp_path: Path) -> None:
+    figures, plot = tmp_path / "rates.json", tmp_path / "deep" / "rates.png"
+    result = runner.invoke(
+        app,
+        [
+            *("reproduce", "rates", "--steps", "100", "--runs", "2"),
+            *("--json", str(figures), "--plot", str(plot)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(figures.read_text())
+    assert [(row["algorithm"], row["regime"]) for row in rows] == [
+        (algorithm, regime)
+        for algorithm in ("f2sa", "f3sa")
+        for regime in ("stochastic", "upper-noise", "deterministic")
+    ]
+    assert [row["theory"] for row in rows] == pytest.approx(
+        [-2 / 7, -2 / 5, -2 / 3, -2 / 5, -1 / 2, -2 / 3]
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "theory" in result.stdout
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['typer'] = None; sys.argv = ['bilevel', 'demo'];"
+        "from bilevel.__main__ import main; main()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "bilevel[cli]" in run.stderr
+
+
+def test_importing_the_library_needs_only_torch_and_numpy() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'typer', 'pandas', 'matplotlib', 'mlxtend', 'sklearn', 'scipy'):\n"
+        "    sys.modules[name] = None\n"
+        "import bilevel\n"
+        "p = bilevel.problems.Quadratic()\n"
+        "print(bilevel.minimize(p, p.x0, p.y0, steps=3).outcome.name)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "COMPLETED"

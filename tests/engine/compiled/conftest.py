@@ -1,0 +1,49 @@
+"""How minibatches reach compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bilevel.engine.compiled import feed
+from tests.engine.compiled.common import graphs_only  # noqa: F401
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch has, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[
+        "all together",
+        "in groups",
+        "one by one",
+        "beside",
+        "groups beside",
+        "by compiled code",
+    ]
+)
+def both_ways(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    """Minibatches are gathered ahead, as many together as fit into the caches, or not."""
+    few = {"in groups": 700, "one by one": 0, "groups beside": 700}  # bytes; one has some 250
+    if request.param.endswith("beside"):
+        monkeypatch.setattr(feed, "LARGE", 0)
+        threads(2)
+    if request.param in few:
+        monkeypatch.setattr(feed, "TOGETHER", few[request.param])
+    if request.param == "by compiled code":
+        prepared = feed.Feed.__init__
+
+        def unprepared(self: Any, *arguments: Any, ahead: bool) -> None:
+            prepared(self, *arguments, ahead=False)
+
+        monkeypatch.setattr(feed.Feed, "__init__", unprepared)
