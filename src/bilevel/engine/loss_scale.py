@@ -16,7 +16,7 @@ from bilevel.variables import Variable, added, entries, largest_entries
 T = TypeVar("T")
 
 LEAST = 1.0
-"""What overflows at this scale is not the scale's doing."""
+"""A gradient that overflows at this scale overflows without scaling too."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class LossScale:
     Example:
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
-        >>> method = bilevel.F2SA(lower_lr=0.5, upper_lr=0.2, loss_scale=bilevel.LossScale())
-        >>> scaled = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=9)
-        >>> method = bilevel.F2SA(lower_lr=0.5, upper_lr=0.2)
-        >>> plain = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=9)
+        >>> run = dict(method=bilevel.F2SA(lower_lr=0.5, upper_lr=0.2), steps=9)
+        >>> scaled = bilevel.minimize(
+        ...     problem, problem.x0, problem.y0, loss_scale=bilevel.LossScale(), **run)
+        >>> plain = bilevel.minimize(problem, problem.x0, problem.y0, **run)
         >>> bool((scaled.x == plain.x).all())
         True
     """

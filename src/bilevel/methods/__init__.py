@@ -7,9 +7,11 @@ from typing import Any
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.aid import AID
-from bilevel.methods.base import Info, Method, Properties, State
+from bilevel.methods.base import Iterates, Method
 from bilevel.methods.bome import BOME
-from bilevel.methods.f2ba import F2BA, Nesterov
+from bilevel.methods.capabilities import Ability, Limit, Properties
+from bilevel.methods.evaluator import Descent, Evaluator, Move
+from bilevel.methods.f2ba import F2BA
 from bilevel.methods.f2sa import F2SA
 from bilevel.methods.f3sa import F3SA
 from bilevel.methods.itd import ITD
@@ -18,6 +20,7 @@ from bilevel.methods.no_bilevel import NoBilevel
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.soba import MASOBA, SOBA
 from bilevel.methods.sobo import SOBO
+from bilevel.methods.state import Info, State
 from bilevel.methods.vpbgd import VPBGD
 
 METHODS: MappingProxyType[str, type[Method[Any]]] = MappingProxyType(
@@ -37,6 +40,14 @@ METHODS: MappingProxyType[str, type[Method[Any]]] = MappingProxyType(
     }
 )
 """The methods by name; each class says in ``properties`` what it uses and assumes."""
+
+
+def able(ability: Ability) -> str:
+    """The methods that can do something, as a list in words."""
+    *others, last = [
+        method.__name__ for method in METHODS.values() if ability in method.properties.abilities
+    ]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def method_of(method: str | Method[Any]) -> Method[Any]:
@@ -69,12 +80,18 @@ __all__ = [
     "SOBA",
     "SOBO",
     "VPBGD",
+    "Ability",
+    "Descent",
+    "Evaluator",
     "Info",
+    "Iterates",
+    "Limit",
     "Method",
-    "Nesterov",
+    "Move",
     "NoBilevel",
     "PenaltyMethod",
     "Properties",
     "State",
+    "able",
     "method_of",
 ]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from bilevel.errors.checks import check_count, check_flag
-from bilevel.methods.base import Properties
-from bilevel.methods.implicit import (
-    ImplicitMethod,
-    OneCopyState,
-    require_finite_adjoint,
-)
-from bilevel.problem import Problem
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import SECOND_ORDER, Properties
+from bilevel.methods.evaluator import Evaluator
+from bilevel.methods.implicit import ImplicitMethod, OneCopyState, one_copy
+from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
+from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.updates import Now, Update
-from bilevel.variables import Variable, conjugate_gradients, flat, require_finite
+from bilevel.stepping import StepSizes
+from bilevel.variables import Variable, conjugate_gradients, flat
 
 
 @dataclass
@@ -90,6 +89,7 @@ class AID(ImplicitMethod[AIDState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable, little noise; f and g smooth",
         reference="Pedregosa 2016; Grazzi, Franceschi, Pontil, Salzo 2020",
+        abilities=SECOND_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -98,31 +98,47 @@ class AID(ImplicitMethod[AIDState]):
         check_flag("warm_start", self.warm_start)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> AIDState:
-        x_update = self.x_update(problem, x)
-        return AIDState(
-            x=x,
-            k=0,
-            multiplier=math.nan,
-            pace=self.pace(problem, x, y, x_update),
-            y=y,
-            x_update=x_update,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
-        )
+        adjoint = torch.zeros_like(flat(y.leaves), requires_grad=False)
+        return AIDState(**one_copy(self, problem, x, y), adjoint=adjoint)
 
     def _adjoint(
-        self, problem: Problem, state: AIDState, draw: Draw, f_y: Tensor, now: Now
+        self, evaluator: Evaluator, state: AIDState, f_y: Tensor, sizes: StepSizes
     ) -> Tensor:
-        slope = self._slope(problem, state, draw)
+        slope = self._slope(evaluator, state)
 
         def product(v: Tensor) -> Tensor:
             image = slope.hessian_product(v)
-            # or it would pass for a direction without curvature
-            require_finite(state.k, ["a Hessian-vector product of lower(x, y)"], [image])
+            # a product that is not finite would pass for a direction without curvature
+            evaluator.require_finite(["a Hessian-vector product of lower(x, y)"], [image])
             return image
 
         start = state.adjoint.clone() if self.warm_start and state.k else None
         adjoint = conjugate_gradients(product, f_y, steps=self.cg_steps, start=start)
-        require_finite_adjoint(state.k, adjoint)
+        evaluator.require_finite(["the adjoint v"], [adjoint])
         state.adjoint.copy_(adjoint)
         return adjoint
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """T steps of y, conjugate gradients as in textbooks, one step of x."""
+        v = torch.zeros_like(y)
+        for k in count():
+            gamma, _, eta, _ = given(self.rates.at(k, 0.0))
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                y = y - gamma * gradient_y(g, x, y, sample.lower)
+            ((zeta, _),) = draw.upper.parts(None, None)
+            matrix = hessian_y(g, x, y, draw.lower.next())
+            f_y = gradient_y(f, x, y, zeta)
+            v = v if self.warm_start else torch.zeros_like(y)
+            r = f_y - matrix @ v
+            p = r
+            for _ in range(self.cg_steps):
+                if r.norm() <= 10 * torch.finfo(y.dtype).eps * f_y.norm():
+                    break
+                length = (r @ r) / (p @ matrix @ p)
+                v, before = v + length * p, r
+                r = r - length * matrix @ p
+                p = r + (r @ r) / (before @ before) * p
+            ((phi, _),) = draw.lower.parts(None, None)
+            x = x - eta * (gradient_x(f, x, y, zeta) - mixed_product(g, x, y, phi, v))
+            yield x, y

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from types import MappingProxyType
+from itertools import count
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bilevel.engine.watch import Watch
 from bilevel.errors.checks import check_choice, check_count, checked_number
-from bilevel.methods.base import Info, Properties, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import FIRST_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
+from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import COUPLINGS
+from bilevel.methods.reference import at, given, gradient_x, gradient_y
+from bilevel.methods.state import Info
 from bilevel.methods.vpbgd import GapState
-from bilevel.problem import FORWARD, Problem, evaluate, separately
+from bilevel.problem import FORWARD, LOWER, Level, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.stepping.updates import Update
+from bilevel.stepping import Rate, Schedule, StepSizes, Update, as_schedule, positive_at
 from bilevel.variables import Total, Variable, added, buffers_kept, held
 
 
@@ -89,15 +91,7 @@ class BOME(DescentMethod[GapState]):
         copies=2,
         assumes="g satisfies the PL inequality in y; exact gradients",
         reference="Ye, Liu, Wright, Stone, Liu 2022",
-    )
-    lacks = MappingProxyType(
-        {
-            "multiplier": (
-                "it finds its multiplier anew in every step; eta says how strongly y is held to "
-                "the lower solution"
-            ),
-            "penalty_lr": "its penalised copy y moves with lower_lr, and z with inner_lr",
-        }
+        abilities=FIRST_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -122,56 +116,54 @@ class BOME(DescentMethod[GapState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         z = y.clone("z")
-        x_update = self.x_update(problem, x)
         return GapState(
-            x=x,
-            k=0,
-            multiplier=0.0,
-            pace=self.pace(problem, x, y, x_update),
+            **self.carried(problem, x, y),
             y=y,
             z=z,
-            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(z, problem.y_projections(z)),
         )
 
-    def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
-        k, x, y, z = state.k, state.x, state.y, state.z
-        now = state.pace.at(problem, state, draw)
-        lower_lr = state.y_update.choose(now.lower)
-        inner_lr = now.lower if self.alpha is None else positive_at("inner_lr", self.alpha, k)
-
+    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+        x, y, z = state.x, state.y, state.z
+        lower_lr = state.y_update.choose(sizes.lower)
+        alpha = sizes.lower
+        if self.alpha is not None:
+            alpha = positive_at("inner_lr", self.alpha, state.k)
         z.assign(y)
-        for _ in range(self.inner_steps):
-            train(problem, x, z, state.z_update, draw, k, inner_lr)
+        train(evaluator, x, state.z_update, alpha, self.inner_steps)
 
-        tally = Tally(problem, state, measure)
-        totals = Total(), Total()
-        gap = 0.0
-        with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
-            for samples in draw.direction(FORWARD.nodes, self.coupling == "shared"):
-                phi = evaluate(problem, FORWARD, x, [y, z], samples)
-                for total, weights in zip(totals, separately(), strict=True):
-                    phi.backward(weights, Watch(k, at_once=True))
-                    total.add([*x.take_grads(), *y.take_grads()])
-                lower = phi.lower
-                gap += 0.0 if lower is None else float(lower.detach())
-                tally.add(samples[0], phi.terms)
-
-        grad_f, grad_q = (total.gradients() for total in totals)
+        phi = Phi(FORWARD, x, [y, z], 1.0, self.coupling == "shared")
+        grad_f, grad_q, gap = self._gradients(evaluator, phi)
         lam = self._multiplier(grad_f, grad_q, gap)
         direction = added(grad_f, grad_q, alpha=lam)
         x.set_grads(direction[: len(x.leaves)])
         y.set_grads(direction[len(x.leaves) :])
-        upper_lr = state.x_update.choose(now.upper)
-        x.require_finite_grads(k, upper_lr)
-        y.require_finite_grads(k, lower_lr)
-        info = tally.info(x.grads(), lower_lr, upper_lr, lam)
-        state.x_update.apply(upper_lr)
-        state.y_update.apply(lower_lr)
+        return evaluator.finish(
+            state,
+            upper_lr=sizes.upper,
+            lower_lr=lower_lr,
+            multiplier=lam,
+            also=Descent(phi, [Move(state.y_update, lower_lr)]),
+        )
 
-        state.k, state.multiplier = k + 1, lam
-        return info
+    def _gradients(
+        self, evaluator: Evaluator, phi: Phi
+    ) -> tuple[list[Tensor], list[Tensor], float]:
+        """The gradients of f and of q in x and y together, and q; z is held fixed."""
+        x, (y, z) = phi.x, phi.points
+        totals, gap = (Total(), Total()), 0.0
+        with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
+            for samples in evaluator.draw.direction(phi.stencil.nodes, phi.shared):
+                evaluation = evaluator.evaluate(phi, samples)
+                for total, weights in zip(totals, ((1.0, None), (None, 1.0)), strict=True):
+                    evaluator.backward(evaluation, *weights)
+                    total.add([*x.take_grads(), *y.take_grads()])
+                lower = evaluation.sum(Level.LOWER)
+                gap += 0.0 if lower is None else float(lower.detach())
+                evaluator.report(samples[0], evaluation.parts)
+        grad_f, grad_q = (total.gradients() for total in totals)
+        return grad_f, grad_q, gap
 
     def _multiplier(self, grad_f: list[Tensor], grad_q: list[Tensor], gap: float) -> float:
         """The smallest lam >= 0 with <grad f + lam grad q, grad q> >= phi; 0 where grad q is 0."""
@@ -180,6 +172,26 @@ class BOME(DescentMethod[GapState]):
             return 0.0
         barrier = self.eta * (size if self.barrier == "gradient" else gap)
         return max(0.0, (barrier - inner) / size)
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """T steps of z from y, the multiplier from two gradients, one joint step."""
+        for k in count():
+            beta, _, eta_k, _ = given(self.rates.at(k, 0.0))
+            alpha, z = at(self.alpha, k, beta), y
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                z = z - alpha * gradient_y(g, x, z, sample.lower)
+            ((at_y, at_z),) = draw.direction(FORWARD.nodes, self.coupling == "shared")
+            f_x, f_y = gradient_x(f, x, y, at_y.upper), gradient_y(f, x, y, at_y.upper)
+            q_x = gradient_x(g, x, y, at_y.lower) - gradient_x(g, x, z, at_z.lower)
+            q_y = gradient_y(g, x, y, at_y.lower)
+            q = g(x, y, at_y.lower) - g(x, z, at_z.lower)
+            size = (q_x**2).sum() + (q_y**2).sum()
+            barrier = self.eta * (size if self.barrier == "gradient" else q)
+            along = (f_x * q_x).sum() + (f_y * q_y).sum()
+            lam = ((barrier - along) / size).clamp_min(0.0) if size > 0 else 0.0
+            x, y = x - eta_k * (f_x + lam * q_x), y - beta * (f_y + lam * q_y)
+            yield x, z
 
 
 def _inner(a: list[Tensor], b: list[Tensor]) -> float:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import Any
 
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Method, S
+from bilevel.methods.capabilities import Ability, Limit
 from bilevel.problem import Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.adaptive import AdaptiveUpdate
-from bilevel.stepping.policy import REFERENCE_INNER_STEPS, Lookout, MeasuredPace, Pace
-from bilevel.stepping.schedules import Schedule
-from bilevel.stepping.updates import (
+from bilevel.stepping import (
+    REFERENCE_INNER_STEPS,
+    AdaptiveUpdate,
     FoundRate,
+    GivenSizes,
+    MeasuredSizes,
+    MeritCheck,
     OptimizerFactory,
+    PenaltyRates,
     Rates,
+    Schedule,
+    StepSizePolicy,
     Update,
     rate_or_optimizer,
 )
 from bilevel.variables import Variable
+
+
+def _finds_a_rate(method: Any) -> bool:
+    return method.rates.lower is None or method.rates.upper is None
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,31 @@ class DescentMethod(Method[S]):
     _: KW_ONLY
     lower_optimizer: OptimizerFactory | None = None
     upper_optimizer: OptimizerFactory | None = None
+
+    limits = (
+        Limit(
+            Ability.COMPILE,
+            lambda method: method.lower_optimizer is not None,
+            "lower_optimizer decides how y moves",
+        ),
+        Limit(
+            Ability.STACK,
+            lambda method: method.lower_optimizer is not None or method.upper_optimizer is not None,
+            "an optimizer keeps a state of its own for each run",
+        ),
+        Limit(
+            Ability.STACK,
+            _finds_a_rate,
+            "each run finds its rates for itself ('auto'); give numbers, such as the last in "
+            "history['lower_lr'] and history['upper_lr'] of one run",
+        ),
+        Limit(
+            Ability.SHARDS,
+            _finds_a_rate,
+            "lower_lr='auto' and upper_lr='auto' look at whole vectors, but each rank holds a "
+            "part; give both as numbers, or lower_optimizer and upper_optimizer",
+        ),
+    )
 
     def __post_init__(self) -> None:
         _ = self.rates  # a bad rate is refused at construction
@@ -90,18 +127,26 @@ class DescentMethod(Method[S]):
             return AdaptiveUpdate(x, projections, self._unit)
         return Update(x, projections, self.upper_optimizer)
 
-    def pace(self, problem: Problem, x: Variable, y: Variable, x_update: Update) -> Pace:
-        """The step sizes of a run from x and y, in which x moves by ``x_update``."""
+    def carried(self, problem: Problem, x: Variable, y: Variable) -> dict[str, Any]:
+        """The fields that every state starts with, for a run from x and y."""
+        x_update = self.x_update(problem, x)
+        policy = self._policy(problem, x, y, x_update)
+        start = 0.0 if isinstance(self.rates, PenaltyRates) else math.nan
+        return {"x": x, "k": 0, "multiplier": start, "policy": policy, "x_update": x_update}
+
+    def _policy(
+        self, problem: Problem, x: Variable, y: Variable, x_update: Update
+    ) -> StepSizePolicy:
         adaptive = isinstance(x_update, AdaptiveUpdate)
         if not (adaptive or self._needs_lower):
-            return Pace(self.rates)
-        return MeasuredPace(
+            return GivenSizes(self.rates)
+        return MeasuredSizes(
             self.rates,
             y,
             stiffness=self.stiffness if self._needs_lower else None,
             raises=self._raises_multiplier,
             unit=self._unit,
-            watch=Lookout(x, y, x_update, problem)
+            merit=MeritCheck(x, y, x_update, problem)
             if isinstance(x_update, AdaptiveUpdate)
             else None,
         )

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from bilevel import theory
-from bilevel.engine.loss_scale import LossScale, Scaling
-from bilevel.engine.watch import Watch
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice, check_count, check_flag
-from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import FIRST_ORDER, ON_PHI, Properties
+from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.penalty import PaperMethod
-from bilevel.problem import (
-    FORWARD,
-    MIDPOINT,
-    Problem,
-    Stencil,
-    Weights,
-    accumulate,
-    central,
-    evaluate,
-)
-from bilevel.sampling import Draw, Sample
-from bilevel.stepping.policy import Pace
-from bilevel.stepping.updates import Now, Update, updates_of_copies
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.methods.reference import given, gradient_x, gradient_y
+from bilevel.methods.state import Info, State
+from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil, central
+from bilevel.sampling import Draw
+from bilevel.stepping import StepSizes, Update, updates_of_copies
+from bilevel.variables import Variable, held
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -43,16 +34,12 @@ class F2SAState(State):
         points: the copies of the lower variable; for the forward scheme the paper's (y, z). In the
             other schemes their centre comes last.
         centre: which of the points is the lower solution.
-        x_update: how x moves.
-        y_updates: how each of the points moves; the centre only into its set.
-        scaling: of Phi, when it is differentiated.
+        y_updates: how each of the copies moves, and how the centre is projected into its set.
     """
 
     points: list[Variable]
     centre: int
-    x_update: Update
     y_updates: list[Update]
-    scaling: Scaling = field(default_factory=Scaling)
 
     @property
     def penalised(self) -> Variable:
@@ -62,36 +49,10 @@ class F2SAState(State):
     def solution(self) -> Variable:
         return self.points[self.centre]
 
-    @property
-    def may_be_late(self) -> bool:
-        """Whether a step on a GPU may be left before it is known to be sound.
-
-        Then updates must be able to leave everything as it is, and no rate may depend on where
-        the step led.
-        """
-        return (
-            self.x.device.type == "cuda"
-            and type(self.pace) is Pace
-            and all(type(u) is Update and u.can_stay for u in (self.x_update, *self.y_updates))
-        )
-
-    def draw_together(self, share: float) -> None:
+    def contract_copies(self, share: float) -> None:
         for point in self.points:
             if point is not self.solution:
                 point.approach(self.solution, share)
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What the inner steps at one k have in common.
-
-    Attributes:
-        lengths: each copy, and how far it goes per unit of its gradient.
-        steps: the update of each, its rate and the factor on its gradient.
-    """
-
-    lengths: list[tuple[Variable, float]]
-    steps: list[tuple[Update, float, float]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +69,7 @@ class F2SA(PaperMethod[F2SAState]):
 
     which is the paper's Algorithm 1 with beta_k = alpha_k * lam_k and s_k = xi * alpha_k. The x
     direction differs from the gradient of F(x) = f(x, y*(x)) by O(1/lam). All directions are parts
-    of the gradient of one scalar (see :mod:`bilevel.problem`), so an inner step is one forward and
+    of the gradient of one scalar (see :mod:`bilevel.problem.phi`), so an inner step is one forward and
     one backward pass. Every rate is a float or a function of k.
 
     Args:
@@ -134,14 +95,6 @@ class F2SA(PaperMethod[F2SAState]):
         single_pass: take the x direction from the last inner evaluation (same samples, y and z
             from before that step) instead of evaluating it afresh at the new y and z; nothing is
             then evaluated twice.
-        accumulate: differentiate the terms of Phi one after another, so that the activations of
-            only one of them are alive, and where f is not evaluated between the copies, one
-            gradient: for large models. A dtype such as ``torch.bfloat16``: and keep the gradient
-            of f in it, where that is large, while that of g is computed (objectives compiled
-            with ``mode="reduce-overhead"`` write over what is not copied, and need a dtype, if
-            only ``torch.float32``). False: all at once, in one backward pass.
-        loss_scale: for objectives in float16, see :class:`~bilevel.LossScale`. None: Phi is
-            differentiated as it is. With it the gradients of all copies are held at a time.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer`` for y and z instead of plain
             steps; it is given directions in the scale of g, and replaces lower_lr and penalty_lr.
             It may return a learning-rate scheduler of an optimizer, which then steps after each of
@@ -167,18 +120,15 @@ class F2SA(PaperMethod[F2SAState]):
     scheme: Literal["forward", "central", "midpoint"] = "forward"
     order: int | None = None
     single_pass: bool = False
-    accumulate: bool | torch.dtype = False
-    loss_scale: LossScale | None = None
 
     algorithm = "f2sa"
-    takes_chunks = True
-    data_parallel = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
         copies=2,
         assumes="g strongly convex in y; f and g smooth",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 1",
+        abilities=FIRST_ORDER | ON_PHI,
     )
 
     def __post_init__(self) -> None:
@@ -186,20 +136,6 @@ class F2SA(PaperMethod[F2SAState]):
         check_count("inner_steps", self.inner_steps)
         check_choice("scheme", self.scheme, SCHEMES)
         check_flag("single_pass", self.single_pass)
-        if not isinstance(self.accumulate, torch.dtype):
-            if not isinstance(self.accumulate, bool):
-                raise ArgumentTypeError(
-                    f"accumulate must be True, False or a floating point type such as "
-                    f"torch.bfloat16, not {self.accumulate!r}"
-                )
-        elif not self.accumulate.is_floating_point:
-            raise ArgumentTypeError(
-                f"accumulate must be True, False or a floating point type, not {self.accumulate!r}"
-            )
-        if not isinstance(self.loss_scale, LossScale | None):
-            raise ArgumentTypeError(
-                f"loss_scale must be None or bilevel.LossScale(...), not {self.loss_scale!r}"
-            )
         if self.order is not None:
             check_count("order", self.order, least=2)
             if self.scheme != "central":
@@ -232,240 +168,102 @@ class F2SA(PaperMethod[F2SAState]):
                 f"direction_batch_size={draw.direction_batch_size!r} cannot be used with "
                 f"single_pass=True, which takes the x direction from an inner minibatch"
             )
-        self._check_convexity(problem)
+        self._check_convexity(getattr(problem, "constants", None))
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F2SAState:
         points = self.stencil.points(y)
         copies = len(self.stencil.lower)
-        x_update = self.x_update(problem, x)
         return F2SAState(
-            x=x,
-            k=0,
-            multiplier=0.0,
-            pace=self.pace(problem, x, y, x_update),
+            **self.carried(problem, x, y),
             points=points,
             centre=self.stencil.solution,
-            x_update=x_update,
             y_updates=[
                 *updates_of_copies(points[:copies], problem.y_projections, self.lower_optimizer),
                 *(Update(centre, problem.y_projections(centre)) for centre in points[copies:]),
             ],
-            scaling=Scaling(self.loss_scale),
         )
 
-    def step(self, problem: Problem, state: F2SAState, draw: Draw, *, measure: bool = True) -> Info:
-        now = state.pace.at(problem, state, draw)
-        return self.step_after(0, now, problem, state, draw, measure=measure)
-
-    def step_after(
-        self,
-        done: int,
-        now: Now,
-        problem: Problem,
-        state: F2SAState,
-        draw: Draw,
-        *,
-        measure: bool = True,
-    ) -> Info:
-        """The rest of an outer step of which ``done`` inner steps were taken."""
-        x, points = state.x, state.points
-        nodes, shared = self.stencil.nodes, self.shared
-        lam, gamma = now.multiplier, state.y_updates[0].choose(now.lower)
-        moves, weights = self.moves(state, now), Weights(1.0, lam)
-        late = state.may_be_late
-        one_by_one = self._one_by_one and not draw.chunked
-        watch = problem.watch(state.k, x.device, before=state.unread)
-
-        with held(x):
-            for _ in range(done, self.inner_steps - self.single_pass):
-                if one_by_one:
-                    samples = draw.inner(nodes, shared)
-                    self._one_after_another(problem, state, weights, samples, moves, watch, True)
-                else:
-                    for samples in draw.inner_parts(nodes, shared):
-                        self._differentiate(problem, state, weights, samples, watch)
-                    self._move_copies(state, moves, watch)
-
-        tally = Tally(problem, state, measure, watch)
-        if self.single_pass and one_by_one:
-            samples = draw.inner(nodes, shared)
-            tally.evaluate(_reported(samples), self._names(x, points, samples))
-            terms = self._one_after_another(problem, state, weights, samples, moves, watch, late)
-            tally.take(terms)
-        elif self.single_pass:
-            parts = draw.inner_parts(nodes, shared)
-            self._direction(problem, state, weights, parts, tally, watch)
-        else:
-            with held(*points), buffers_kept(x, *points):
-                self._direction(
-                    problem, state, weights, draw.direction(nodes, shared), tally, watch
-                )
-        watch.complete(x)
-        upper_lr = state.x_update.choose(now.upper)
-        watch.gradients([(x, upper_lr)], averaged=True)
-        info = tally.info(x.grads(), gamma, upper_lr, lam)
-        if self.single_pass and not one_by_one:
-            self._move_copies(state, moves, watch, late=late)
-        elif not late:
-            watch.read()
-        state.x_update.apply(upper_lr, bad=watch.bad)
-        state.settle()  # what the step before left: the device is past it
-        state.taken(lam, watch if late else None)
-        return info
-
-    @property
-    def _one_by_one(self) -> bool:
-        """Whether each copy moves when its own gradient is there, and before that of the next.
-
-        So there is one gradient at a time. Where f is evaluated between the copies, all of them
-        depend on its gradient; and where a gradient may have to be computed again, no copy moves
-        before all are there.
-        """
-        return bool(self.accumulate) and not self.stencil.f_at_centre and self.loss_scale is None
-
-    def _one_after_another(
-        self,
-        problem: Problem,
-        state: F2SAState,
-        weights: Weights,
-        samples: list[Sample],
-        moves: Moves,
-        watch: Watch,
-        late: bool,
-    ) -> dict[str, Tensor]:
-        """Differentiate the terms of each copy and move it; leave grad_x Phi on x."""
-        by_copy = {
-            id(copy): ((copy, length), step)
-            for (copy, length), step in zip(moves.lengths, moves.steps, strict=True)
-        }
-
-        def move(copy: Variable) -> None:
-            length, (update, rate, gain) = by_copy[id(copy)]
-            watch.gradients([length])
-            if not late:
-                watch.read()
-            update.apply(rate, gain, bad=watch.bad)
-
-        terms = self._accumulated(problem, state, weights, samples, watch, move)
-        self._recentre(state, len(moves.steps))
-        return terms
-
-    def _names(
-        self, x: Variable, points: Sequence[Variable], samples: Sequence[Sample]
-    ) -> list[str]:
-        """What the terms of Phi are called."""
-        return [
-            f"{level}({x.name}, {y.name})"
-            for y, there, sample in zip(points, self.stencil.nodes, samples, strict=False)
-            for level, evaluated, share in zip(
-                ("upper", "lower"), there, (sample.upper_share, sample.lower_share), strict=True
-            )
-            if evaluated and share
-        ]
-
-    def _direction(
-        self,
-        problem: Problem,
-        state: F2SAState,
-        weights: Weights,
-        parts: Iterable[list[Sample]],
-        tally: Tally,
-        watch: Watch,
-    ) -> None:
-        """Leave grad_x Phi on x, added up over the parts of its samples."""
-        for samples in parts:
-            terms = self._differentiate(problem, state, weights, samples, watch)
-            tally.add(_reported(samples), terms)
-
-    def _differentiate(
-        self,
-        problem: Problem,
-        state: F2SAState,
-        weights: Weights,
-        samples: list[Sample],
-        watch: Watch,
-    ) -> dict[str, Tensor]:
-        """Leave the gradient of Phi on the leaves; its terms."""
-
-        def attempt(scale: float) -> dict[str, Tensor]:
-            if self.accumulate:
-                return self._accumulated(problem, state, weights, samples, watch, scale=scale)
-            phi = evaluate(problem, self.stencil, state.x, state.points, samples)
-            phi.backward(weights, watch, scale)
-            return phi.terms
-
-        return state.scaling.differentiate(attempt, [state.x, *state.points])
-
-    def _accumulated(
-        self,
-        problem: Problem,
-        state: F2SAState,
-        weights: Weights,
-        samples: list[Sample],
-        watch: Watch,
-        done: Callable[[Variable], None] | None = None,
-        scale: float = 1.0,
-    ) -> dict[str, Tensor]:
-        kept_as = self.accumulate if isinstance(self.accumulate, torch.dtype) else None
-        return accumulate(
-            problem,
-            self.stencil,
-            state.x,
-            state.points,
-            samples,
-            weights,
-            watch,
-            done,
-            kept_as,
-            scale,
+    def step(self, evaluator: Evaluator, state: F2SAState, sizes: StepSizes) -> Info:
+        phi = Phi(self.stencil, state.x, state.points, sizes.multiplier, self.shared)
+        gamma = state.y_updates[0].choose(sizes.lower)
+        descent = self._descent(phi, state, gamma, sizes.penalty)
+        with held(state.x):
+            for _ in range(self.inner_steps - self.single_pass):
+                evaluator.descend(descent)
+        remaining = evaluator.direction(phi, descent if self.single_pass else None)
+        return evaluator.finish(
+            state,
+            upper_lr=sizes.upper,
+            lower_lr=gamma,
+            multiplier=sizes.multiplier,
+            also=remaining,
         )
 
-    def moves(self, state: F2SAState, now: Now) -> Moves:
+    def _descent(self, phi: Phi, state: F2SAState, gamma: Any, beta: Any) -> Descent:
         """How the copies move: each against its part of grad Phi, divided by w_i * lam."""
-        lam, gamma, beta = now.multiplier, state.y_updates[0].choose(now.lower), now.penalty
+        weights, copies = self.stencil.lower, len(self.stencil.lower)
         moves = [
-            (copy, update, gamma if copy is state.solution else beta, 1 / (weight * lam))
-            for copy, update, weight in zip(
-                state.points, state.y_updates, self.stencil.lower, strict=False
-            )
+            Move(update, gamma if copy is state.solution else beta, 1 / (weight * phi.multiplier))
+            for copy, update, weight in zip(phi.points, state.y_updates, weights, strict=False)
         ]
-        return Moves(
-            lengths=[(copy, rate * gain) for copy, _, rate, gain in moves],
-            steps=[(update, rate, gain) for _, update, rate, gain in moves],
-        )
+        centre = state.y_updates[copies] if len(state.points) > copies else None
+        return Descent(phi, moves, centre)
 
-    def _move_copies(self, state: F2SAState, moves: Moves, watch: Watch, late: bool = True) -> None:
-        """One step of every copy, and of their centre where it is not one of them."""
-        self.stencil.spread(state.points)
-        watch.gradients(moves.lengths)
-        if not late:
-            watch.read()
-        bad = watch.bad
-        for update, rate, gain in moves.steps:
-            update.apply(rate, gain, bad=bad)
-        self._recentre(state, len(moves.steps))
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """Algorithm 1; for the other schemes copy i follows argmin_y g + (j_i / lam) f."""
+        stencil = self.stencil
+        nodes, strengths, through_centre = stencil.nodes, stencil.strengths, stencil.f_at_centre
+        copies, last = [y for _ in stencil.lower], self.inner_steps - 1
 
-    def _recentre(self, state: F2SAState, copies: int) -> None:
-        self.stencil.recentre(state.points)
-        for update in state.y_updates[copies:]:
-            update.project()
+        def centre() -> Tensor:
+            return sum(
+                (c * v for c, v in zip(stencil.centre, copies, strict=True)), y.new_zeros(())
+            )
 
-    def _check_convexity(self, problem: Problem) -> None:
+        def direction(samples: Any) -> Tensor:
+            at_f = [*copies, centre()] if len(nodes) > len(copies) else copies
+            total = x.new_zeros(())
+            for u, v, s in zip(stencil.upper, at_f, samples, strict=False):
+                total = total + u * gradient_x(f, x, v, s.upper) if u else total
+            for w, v, s in zip(stencil.lower, copies, samples, strict=False):
+                total = total + lam * w * gradient_x(g, x, v, s.lower)
+            return total
+
+        for k in count():
+            gamma, beta, xi_alpha, lam = given(self.rates.at(k, 0.0))
+            for t in range(self.inner_steps):
+                samples = draw.inner(nodes, self.shared)
+                d_x = direction(samples) if self.single_pass and t == last else None
+                at_f = [centre()] * len(copies) if through_centre else copies
+                on_f = [samples[-1]] * len(copies) if through_centre else samples
+                copies = [
+                    v
+                    - (gamma if i == stencil.solution else beta)
+                    * (
+                        gradient_y(g, x, v, samples[i].lower)
+                        + (
+                            strengths[i] / lam * gradient_y(f, x, at_f[i], on_f[i].upper)
+                            if strengths[i]
+                            else 0.0
+                        )
+                    )
+                    for i, v in enumerate(copies)
+                ]
+            if d_x is None:
+                (samples,) = draw.direction(nodes, self.shared)
+                d_x = direction(samples)
+            x = x - xi_alpha * d_x
+            yield x, copies[stencil.solution] if stencil.solution < len(copies) else centre()
+
+    def _check_convexity(self, constants: theory.Constants | None) -> None:
         """Refuse a multiplier with which f, pushing copies away, overcomes the convexity of g."""
-        if self.scheme != "central" or problem.constants is None:
+        if self.scheme != "central" or constants is None:
             return
         lam, least = self.rates.multiplier(0), -min(self.stencil.strengths)
-        needed = least * problem.constants.l_f1 / problem.constants.mu_g
+        needed = least * constants.l_f1 / constants.mu_g
         if lam <= needed:
             raise ArgumentError(
                 f"multiplier={lam!r} is too small for scheme='central', order={self.order or 2}: "
                 f"g - ({least:g} / multiplier) f is convex in y only above {needed:.4g}; use a "
                 f"larger multiplier, or scheme='midpoint', which needs no such condition"
             )
-
-
-def _reported(samples: list[Sample]) -> Sample:
-    """Of independent samples the first with a part for f, and the first with a part for g."""
-    f = next((s for s in samples if s.upper_share), samples[0])
-    g = next((s for s in samples if s.lower_share), samples[0])
-    return f if f is g else Sample(f.upper, g.lower, f.upper_share, g.lower_share)

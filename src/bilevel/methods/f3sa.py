@@ -5,28 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel import theory
-from bilevel.engine.watch import Watch
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice
-from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import FIRST_ORDER, Ability, Properties
+from bilevel.methods.evaluator import Evaluator, Move
 from bilevel.methods.penalty import PaperMethod
-from bilevel.problem import FORWARD, Phi, Problem, Stencil, Weights, evaluate, separately
+from bilevel.methods.reference import given, gradient_x, gradient_y
+from bilevel.methods.state import Info, State
+from bilevel.problem import FORWARD, Evaluation, Objective, Phi, Problem, Stencil
 from bilevel.sampling import Draw, Rewind, Sample
-from bilevel.stepping.schedules import Power, Rate, Schedule, as_schedule, positive_at
-from bilevel.stepping.updates import Update, updates_of_copies
+from bilevel.stepping import (
+    Power,
+    Rate,
+    Schedule,
+    StepSizes,
+    Update,
+    as_schedule,
+    positive_at,
+    updates_of_copies,
+)
 from bilevel.variables import Variable, added, buffers_kept, dense, entries, held
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
 
-Gradients = list[list[Tensor]]
+Gradients: TypeAlias = list[list[Tensor]]
 """For each estimator the gradient of its term, one tensor per leaf."""
 
 
@@ -41,7 +52,7 @@ class F3SAState(State):
         z_estimate: of grad_y g at z.
         x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
         midway: whether a step was begun and not finished; the estimators then start afresh.
-        x_update, y_update, z_update: how each variable moves.
+        y_update, z_update: how each copy moves.
     """
 
     y: Variable
@@ -51,7 +62,6 @@ class F3SAState(State):
     z_estimate: list[Tensor]
     x_estimates: Gradients
     midway: bool
-    x_update: Update
     y_update: Update
     z_update: Update
 
@@ -63,11 +73,11 @@ class F3SAState(State):
     def penalised(self) -> Variable:
         return self.y
 
-    def draw_together(self, share: float) -> None:
+    def contract_copies(self, share: float) -> None:
         self.y.approach(self.z, share)
-        self.displaced()
+        self.reset_estimators()
 
-    def displaced(self) -> None:
+    def reset_estimators(self) -> None:
         self.midway = True
 
 
@@ -118,22 +128,13 @@ class F3SA(PaperMethod[F3SAState]):
     recursion: Literal["separate", "combined"] = "separate"
 
     algorithm = "f3sa"
-    data_parallel = True
     properties = Properties(
         order=1,
         gradients="f: 4, g: 8 (half of them at the previous point)",
         copies=4,
         assumes="as F2SA, and smooth in y for every sample",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
-    )
-    lacks = MappingProxyType(
-        {
-            "inner_steps": (
-                "its recursive momentum goes from one outer step to the next, with one inner step "
-                "of y and z in each (T = 1); to give them more time lower upper_lr, or use F2SA, "
-                "which has inner_steps and no momentum"
-            )
-        }
+        abilities=FIRST_ORDER - {Ability.SPARSE_STEPS} | {Ability.RANKS, Ability.SHARDS},
     )
 
     def __post_init__(self) -> None:
@@ -159,14 +160,11 @@ class F3SA(PaperMethod[F3SAState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
         z = y.clone("z")
-        x_update = self.x_update(problem, x)
+        carried = self.carried(problem, x, y)
         y_update, z_update = updates_of_copies([y, z], problem.y_projections, self.lower_optimizer)
         terms = 2 if self.recursion == "separate" else 1
         return F3SAState(
-            x=x,
-            k=0,
-            multiplier=0.0,
-            pace=self.pace(problem, x, y, x_update),
+            **carried,
             y=y,
             z=z,
             before=[x.clone(), y.clone(), z.clone()],
@@ -174,68 +172,73 @@ class F3SA(PaperMethod[F3SAState]):
             z_estimate=_zeros(z, 1)[0],
             x_estimates=_zeros(x, terms),
             midway=False,
-            x_update=x_update,
             y_update=y_update,
             z_update=z_update,
         )
 
-    def step(self, problem: Problem, state: F3SAState, draw: Draw, *, measure: bool = True) -> Info:
-        k, x, y, z = state.k, state.x, state.y, state.z
+    def step(self, evaluator: Evaluator, state: F3SAState, sizes: StepSizes) -> Info:
+        x, y, z, lam = state.x, state.y, state.z, sizes.multiplier
         x_before, y_before, z_before = state.before
-        lam_before = state.multiplier
-        now = state.pace.at(problem, state, draw)
-        lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
-        eta = 1.0 if state.midway else self._eta_at(k)
+        now = Phi(self.stencil, x, [y, z], lam, self.shared)
+        before = Phi(self.stencil, x_before, [y_before, z_before], state.multiplier, self.shared)
+        gamma = state.z_update.choose(sizes.lower)
+        eta = 1.0 if state.midway else self._eta_at(state.k)
         state.midway = True
-        watch = problem.watch(k, x.device, at_once=True)
 
         # y and z: the estimators at (x_k, y_k, z_k), then the step to y_{k+1}, z_{k+1}
-        samples = draw.inner(self.stencil.nodes, self.shared)
-        rewind = Rewind(x.device)
-        fresh = self._lower_gradients(problem, watch, lam, (x, y, z), samples, rewind)
-        stale = None
-        if eta < 1:
-            with buffers_kept(x_before, y_before, z_before):
-                stale = self._lower_gradients(
-                    problem, watch, lam_before, state.before, samples, rewind
-                )
-        copies = [*(y for _ in state.y_estimates), z]
-        watch.average([*zip(copies, fresh, strict=True), *zip(copies, stale or (), strict=False)])
-        _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
+        self._estimate_lower(evaluator, state, now, before, eta)
         y.set_grads(self._direction(state.y_estimates, lam))
         z.set_grads([h.clone() for h in state.z_estimate])
-        watch.gradients([(y, beta / lam), (z, gamma)], averaged=True)
         y_before.assign(y)
         z_before.assign(z)
-        state.y_update.apply(beta, gain=1 / lam)
-        state.z_update.apply(gamma)
+        moves = [Move(state.y_update, sizes.penalty, 1 / lam), Move(state.z_update, gamma)]
+        evaluator.move(moves, averaged=True)
 
         # x: the estimators at (x_k, y_{k+1}, z_{k+1}); the previous point is (x_{k-1}, y_k, z_k)
-        tally = Tally(problem, state, measure, watch)
+        self._estimate_upper(evaluator, state, now, before, eta)
+        x.set_grads(self._direction(state.x_estimates, lam))
+        x_before.assign(x)
+        info = evaluator.finish(
+            state, upper_lr=sizes.upper, lower_lr=gamma, multiplier=lam, averaged=True
+        )
+        state.midway = False
+        return info
+
+    def _estimate_lower(
+        self, evaluator: Evaluator, state: F3SAState, now: Phi, before: Phi, eta: float
+    ) -> None:
+        """Bring the estimates for y and z to the present point, on one fresh sample."""
+        samples = evaluator.draw.inner(now.stencil.nodes, now.shared)
+        rewind = Rewind(state.x.device)
+        fresh = self._lower_gradients(evaluator, now, samples, rewind)
+        stale = None
+        if eta < 1:
+            with buffers_kept(*state.before):
+                stale = self._lower_gradients(evaluator, before, samples, rewind)
+        copies = [*(state.y for _ in state.y_estimates), state.z]
+        evaluator.average(
+            [*zip(copies, fresh, strict=True), *zip(copies, stale or (), strict=False)]
+        )
+        _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
+
+    def _estimate_upper(
+        self, evaluator: Evaluator, state: F3SAState, now: Phi, before: Phi, eta: float
+    ) -> None:
+        """Bring the estimates for x to the present point, on the samples behind its direction."""
+        x, points = state.x, [*now.points, *before.points]
         fresh = _zeros(x, len(state.x_estimates))
         stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
-        variables = (x, y, z, *state.before)
-        with held(y, z, y_before, z_before), buffers_kept(*variables):
-            for part in draw.direction(self.stencil.nodes, shared=True):
+        with held(*points), buffers_kept(x, before.x, *points):
+            for samples in evaluator.draw.direction(now.stencil.nodes, shared=True):
                 rewind = Rewind(x.device)
-                phi = evaluate(problem, self.stencil, x, [y, z], part, rewind)
-                self._add_x_gradients(fresh, phi, watch, lam, x)
-                tally.add(part[0], phi.terms)
+                evaluation = evaluator.evaluate(now, samples, rewind)
+                self._add_gradients(fresh, evaluator, evaluation)
+                evaluator.report(samples[0], evaluation.parts)
                 if stale is not None:
-                    before = [y_before, z_before]
-                    phi = evaluate(problem, self.stencil, x_before, before, part, rewind)
-                    self._add_x_gradients(stale, phi, watch, lam_before, x_before)
-        watch.average([(x, gradient) for gradient in (*fresh, *(stale or ()))])
+                    evaluation = evaluator.evaluate(before, samples, rewind)
+                    self._add_gradients(stale, evaluator, evaluation)
+        evaluator.average([(x, gradient) for gradient in (*fresh, *(stale or ()))])
         _recur(state.x_estimates, fresh, stale, eta)
-        x.set_grads(self._direction(state.x_estimates, lam))
-        upper_lr = state.x_update.choose(now.upper)
-        watch.gradients([(x, upper_lr)], averaged=True)
-        info = tally.info(x.grads(), gamma, upper_lr, lam)
-        x_before.assign(x)
-        state.x_update.apply(upper_lr)
-
-        state.k, state.multiplier, state.midway = k + 1, lam, False
-        return info
 
     def _eta_at(self, k: int) -> float:
         if k < 2:
@@ -245,11 +248,13 @@ class F3SA(PaperMethod[F3SAState]):
             raise ArgumentError(f"momentum({k}) must be at most 1, not {eta!r}")
         return eta
 
-    def _weights(self, lam: float) -> Sequence[Weights]:
-        """Of the parts of Phi, for each gradient with an estimator."""
-        return separately() if self.recursion == "separate" else [Weights(1.0, lam)]
+    def _weights(self, phi: Phi) -> Sequence[tuple[Any, Any]]:
+        """The weights of f and of g in each gradient that has an estimator."""
+        if self.recursion == "separate":
+            return (1.0, None), (None, 1.0)
+        return ((1.0, phi.multiplier),)
 
-    def _direction(self, estimates: Gradients, lam: float) -> list[Tensor]:
+    def _direction(self, estimates: Gradients, lam: Any) -> list[Tensor]:
         """The estimate of the gradient of f + lam * g."""
         if self.recursion == "separate":
             f, g = estimates
@@ -257,35 +262,60 @@ class F3SA(PaperMethod[F3SAState]):
         return [h.clone() for h in estimates[0]]
 
     def _lower_gradients(
-        self,
-        problem: Problem,
-        watch: Watch,
-        lam: float,
-        point: Sequence[Variable],
-        samples: Sequence[Sample],
-        rewind: Rewind,
+        self, evaluator: Evaluator, phi: Phi, samples: Sequence[Sample], rewind: Rewind
     ) -> Gradients:
-        """For y the gradient of each term, then for z that of g, at a point (x, y, z)."""
-        x, y, z = point
-        with held(x):
-            phi = evaluate(problem, self.stencil, x, [y, z], samples, rewind)
-            gradients = []
-            for weights in self._weights(lam):
-                phi.backward(weights, watch)
+        """For y the gradient of each term, then for z that of g."""
+        y, z = phi.points
+        gradients = []
+        with held(phi.x):
+            evaluation = evaluator.evaluate(phi, samples, rewind)
+            for upper, lower in self._weights(phi):
+                evaluator.backward(evaluation, upper, lower)
                 gradients.append(dense(y.take_grads()))
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
-        weight = -1.0 if self.recursion == "separate" else -lam
+        weight = -1.0 if self.recursion == "separate" else -phi.multiplier
         gradients.append(dense(z.take_grads()))
         torch._foreach_div_(entries(gradients[-1]), weight)
         return gradients
 
-    def _add_x_gradients(
-        self, totals: Gradients, phi: Phi, watch: Watch, lam: float, x: Variable
+    def _add_gradients(
+        self, totals: Gradients, evaluator: Evaluator, evaluation: Evaluation
     ) -> None:
         """Add to ``totals`` the gradient in x of each term."""
-        for total, weights in zip(totals, self._weights(lam), strict=True):
-            phi.backward(weights, watch)
-            torch._foreach_add_(total, x.take_grads())
+        for total, (upper, lower) in zip(totals, self._weights(evaluation.phi), strict=True):
+            evaluator.backward(evaluation, upper, lower)
+            torch._foreach_add_(total, evaluation.phi.x.take_grads())
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """Algorithm 2 with its six estimators, or the three sums that its proof analyses."""
+        z, x_, y_, z_, lam_ = y, x, y, y, 0.0
+        combined = self.recursion == "combined"
+        hz = hy = hf = hg = hx = hfx = hgx = x.new_zeros(())
+        for k in count():
+            gamma, beta, xi_alpha, lam = given(self.rates.at(k, 0.0))
+            keep = 0.0 if k < 2 else 1 - float(self.eta(k))
+            at_y, at_z = draw.inner(FORWARD.nodes, self.shared)
+            zeta, phi_y, phi_z = at_y.upper, at_y.lower, at_z.lower
+            hz = gradient_y(g, x, z, phi_z) + keep * (hz - gradient_y(g, x_, z_, phi_z))
+            new_f, old_f = gradient_y(f, x, y, zeta), gradient_y(f, x_, y_, zeta)
+            new_g, old_g = gradient_y(g, x, y, phi_y), gradient_y(g, x_, y_, phi_y)
+            hf = new_f + keep * (hf - old_f)
+            hg = new_g + keep * (hg - old_g)
+            hy = new_f + lam * new_g + keep * (hy - old_f - lam_ * old_g)
+            y_, z_ = y, z
+            z = z - gamma * hz
+            y = y - beta / lam * (hy if combined else hf + lam * hg)
+            ((at_x, _),) = draw.direction(FORWARD.nodes, shared=True)
+            zeta, phi = at_x.upper, at_x.lower
+            new_f, old_f = gradient_x(f, x, y, zeta), gradient_x(f, x_, y_, zeta)
+            new_g = gradient_x(g, x, y, phi) - gradient_x(g, x, z, phi)
+            old_g = gradient_x(g, x_, y_, phi) - gradient_x(g, x_, z_, phi)
+            hfx = new_f + keep * (hfx - old_f)
+            hgx = new_g + keep * (hgx - old_g)
+            hx = new_f + lam * new_g + keep * (hx - old_f - lam_ * old_g)
+            x_, lam_ = x, lam
+            x = x - xi_alpha * (hx if combined else hfx + lam * hgx)
+            yield x, z
 
 
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:

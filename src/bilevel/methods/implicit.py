@@ -25,12 +25,14 @@ from torch import Tensor
 
 from bilevel.errors import ObjectiveError
 from bilevel.errors.checks import check_count
-from bilevel.methods.base import Info, State, Tally
 from bilevel.methods.descent import DescentMethod
-from bilevel.problem import Problem
-from bilevel.sampling import Draw, Sample
-from bilevel.stepping.updates import Now, Update
-from bilevel.variables import Variable, buffers_kept, dense, flat, held, require_finite
+from bilevel.methods.evaluator import Evaluator
+from bilevel.methods.no_bilevel import train
+from bilevel.methods.state import Info, State
+from bilevel.problem import Level, Problem, Term
+from bilevel.sampling import Sample
+from bilevel.stepping import StepSizes, Update
+from bilevel.variables import Variable, buffers_kept, dense, flat, held
 
 _NO_DERIVATIVE = ("is not implemented", "once_differentiable", "ouble backward")
 """What torch says when a backward pass has no backward pass of its own."""
@@ -120,11 +122,10 @@ class OneCopyState(State):
 
     Attributes:
         y: the lower variable.
-        x_update, y_update: how each variable moves.
+        y_update: how it moves.
     """
 
     y: Variable
-    x_update: Update
     y_update: Update
 
     @property
@@ -153,84 +154,65 @@ class ImplicitMethod(DescentMethod[S]):
         check_count("inner_steps", self.inner_steps)
 
     @abstractmethod
-    def _adjoint(self, problem: Problem, state: S, draw: Draw, f_y: Tensor, now: Now) -> Tensor:
+    def _adjoint(self, evaluator: Evaluator, state: S, f_y: Tensor, sizes: StepSizes) -> Tensor:
         """V with grad^2_yy g v = grad_y f, as well as the method knows it."""
 
-    def step(self, problem: Problem, state: S, draw: Draw, *, measure: bool = True) -> Info:
-        x, k = state.x, state.k
-        now = state.pace.at(problem, state, draw)
-        lower_lr = state.y_update.choose(now.lower)
-        descend(problem, state, draw, self.inner_steps, lower_lr)
-
-        tally = Tally(problem, state, measure)
-        with buffers_kept(x, state.y):
-            f_y = leave_upper_gradient(problem, state, draw, tally)
+    def step(self, evaluator: Evaluator, state: S, sizes: StepSizes) -> Info:
+        x, y, user = state.x, state.y, type(self).__name__
+        gamma = state.y_update.choose(sizes.lower)
+        train(evaluator, x, state.y_update, gamma, self.inner_steps)
+        with buffers_kept(x, y):
+            f_y = leave_upper_gradient(evaluator, state)
             with held(x):
-                adjoint = self._adjoint(problem, state, draw, f_y, now)
-            for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
+                adjoint = self._adjoint(evaluator, state, f_y, sizes)
+                evaluator.require_finite(["the adjoint v"], [adjoint])
+            for slope in lower_slopes(evaluator, state, user):
                 slope.backward(-adjoint, x)
-        x.require_finite_grads(k)
-        upper_lr = state.x_update.choose(now.upper)
-        info = tally.info(x.grads(), lower_lr, upper_lr)
-        state.x_update.apply(upper_lr)
+        return evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma)
 
-        state.k = k + 1
-        return info
-
-    def _slope(self, problem: Problem, state: S, draw: Draw) -> Slope:
+    def _slope(self, evaluator: Evaluator, state: S) -> Slope:
         """The slope of g on the next minibatch."""
-        return _slope_on(problem, state, draw.lower.next(), 1.0, type(self).__name__)[0]
+        batch = evaluator.draw.lower.next()
+        return _slope_on(evaluator, state, batch, 1.0, type(self).__name__)[0]
 
 
-def descend(problem: Problem, state: OneCopyState, draw: Draw, steps: int, rate: float) -> None:
-    """Move y down g, at fixed x."""
-    x, y = state.x, state.y
-    with held(x):
-        for _ in range(steps):
-            value = problem.g(x, y, draw.lower.next())
-            require_finite(state.k, [f"lower({x.name}, {y.name})"], [value])
-            value.backward(inputs=y.leaves)  # type: ignore[no-untyped-call]
-            y.require_finite_grads(state.k)
-            state.y_update.apply(rate)
+def one_copy(method: DescentMethod[Any], problem: Problem, x: Variable, y: Variable) -> Any:
+    """The fields of a :class:`OneCopyState` at the start of a run."""
+    y_update = Update(y, problem.y_projections(y), method.lower_optimizer)
+    return {**method.carried(problem, x, y), "y": y, "y_update": y_update}
 
 
-def leave_upper_gradient(problem: Problem, state: OneCopyState, draw: Draw, tally: Tally) -> Tensor:
+def leave_upper_gradient(evaluator: Evaluator, state: OneCopyState) -> Tensor:
     """Leave grad_x f on x, over the samples behind the direction, and return grad_y f."""
-    x, y = state.x, state.y
-    name = f"upper({x.name}, {y.name})"
+    x, y, draw = state.x, state.y, evaluator.draw
+    term = Term(Level.UPPER, y)
     for batch, share in draw.upper.parts(draw.direction_batch_size, draw.chunk_size):
-        value = share * problem.f(x, y, batch)
-        require_finite(state.k, [name], [value])
+        value = share * evaluator.f(x, y, batch)
+        evaluator.require_finite([term.name(x)], [value])
         if value.requires_grad:
             value.backward(inputs=[*x.leaves, *y.leaves])  # type: ignore[no-untyped-call]
-        tally.add(Sample(batch, None, share, 0.0), {name: value.detach()})
-    y.require_finite_grads(state.k)
-    return flat(y.take_grads())
+        evaluator.report(Sample(batch, None, share, 0.0), [(term, value.detach())])
+    f_y = y.take_grads()
+    evaluator.require_finite(y.gradient_names, dense(f_y))
+    return flat(f_y)
 
 
-def lower_slopes(
-    problem: Problem, state: OneCopyState, draw: Draw, tally: Tally, user: str
-) -> Iterator[Slope]:
+def lower_slopes(evaluator: Evaluator, state: OneCopyState, user: str) -> Iterator[Slope]:
     """The slope of g over the samples behind the direction, in parts that add up."""
-    name = f"lower({state.x.name}, {state.y.name})"
+    draw = evaluator.draw
     for batch, share in draw.lower.parts(draw.direction_batch_size, draw.chunk_size):
-        slope, value = _slope_on(problem, state, batch, share, user)
-        tally.add(Sample(None, batch, 0.0, share), {name: value})
+        slope, value = _slope_on(evaluator, state, batch, share, user)
+        evaluator.report(Sample(None, batch, 0.0, share), [(Term(Level.LOWER, state.y), value)])
         yield slope
 
 
-def require_finite_adjoint(step: int, adjoint: Tensor) -> None:
-    """Raise unless v is finite."""
-    require_finite(step, ["the adjoint v"], [adjoint])
-
-
 def _slope_on(
-    problem: Problem, state: OneCopyState, batch: Any, share: float, user: str
+    evaluator: Evaluator, state: OneCopyState, batch: Any, share: float, user: str
 ) -> tuple[Slope, Tensor]:
-    x, y, k = state.x, state.y, state.k
-    value = share * problem.g(x, y, batch)
-    require_finite(k, [f"lower({x.name}, {y.name})"], [value])
-    return Slope.of(value, y.leaves, user, check=k == 0), value.detach()
+    x, y = state.x, state.y
+    value = share * evaluator.g(x, y, batch)
+    evaluator.require_finite([Term(Level.LOWER, y).name(x)], [value])
+    return Slope.of(value, y.leaves, user, check=state.k == 0), value.detach()
 
 
 def _differentiable(vector: Tensor, at: Sequence[Tensor]) -> bool:

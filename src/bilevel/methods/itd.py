@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_count
-from bilevel.methods.base import Info, Properties, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import Ability, Properties
 from bilevel.methods.descent import DescentMethod
+from bilevel.methods.evaluator import Evaluator
 from bilevel.methods.implicit import (
     OneCopyState,
     Slope,
     leave_upper_gradient,
+    one_copy,
     pull_back,
 )
-from bilevel.problem import Problem
+from bilevel.methods.reference import given
+from bilevel.methods.state import Info
+from bilevel.problem import LOWER, Level, Number, Objective, Problem, Term
 from bilevel.sampling import Draw, Sample
-from bilevel.stepping.updates import Update
-from bilevel.variables import (
-    Variable,
-    buffers_copied,
-    buffers_kept,
-    require_finite,
-    substituted,
-    unflat,
-)
+from bilevel.stepping import StepSizes
+from bilevel.variables import Variable, buffers_copied, buffers_kept, substituted, unflat
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,7 @@ class ITD(DescentMethod[OneCopyState]):
         copies=1,
         assumes="g twice differentiable; memory for T inner steps",
         reference="Maclaurin, Duvenaud, Adams 2015; Franceschi, Donini, Frasconi, Pontil 2017",
+        abilities=frozenset({Ability.UPPER_OPTIMIZER, Ability.CONSTRAINED_LOWER}),
     )
 
     def __post_init__(self) -> None:
@@ -97,65 +96,55 @@ class ITD(DescentMethod[OneCopyState]):
             )
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
-        x_update = self.x_update(problem, x)
-        return OneCopyState(
-            x=x,
-            k=0,
-            multiplier=math.nan,
-            pace=self.pace(problem, x, y, x_update),
-            y=y,
-            x_update=x_update,
-            y_update=Update(y, problem.y_projections(y)),
-        )
+        return OneCopyState(**one_copy(self, problem, x, y))
 
-    def step(
-        self, problem: Problem, state: OneCopyState, draw: Draw, *, measure: bool = True
-    ) -> Info:
-        x, y, k = state.x, state.y, state.k
-        now = state.pace.at(problem, state, draw)
-        gamma = now.lower
-
-        unrolled, last_batch = self._unroll(problem, state, draw, gamma)
+    def step(self, evaluator: Evaluator, state: OneCopyState, sizes: StepSizes) -> Info:
+        x, y = state.x, state.y
+        unrolled, last_batch = self._unroll(evaluator, state, sizes.lower)
         with torch.no_grad():
             torch._foreach_copy_(y.leaves, unrolled)
-
-        tally = Tally(problem, state, measure)
         with buffers_kept(x, y):
-            f_y = leave_upper_gradient(problem, state, draw, tally)
-            tally.add(Sample(None, last_batch, 0.0, 1.0), {})
+            f_y = leave_upper_gradient(evaluator, state)
+            evaluator.report(Sample(None, last_batch, 0.0, 1.0))
             pull_back(unrolled, unflat(f_y, unrolled), x, user=type(self).__name__)
-        x.require_finite_grads(k)
-        upper_lr = state.x_update.choose(now.upper)
-        info = tally.info(x.grads(), gamma, upper_lr)
-        state.x_update.apply(upper_lr)
-
-        state.k = k + 1
-        return info
+        return evaluator.finish(state, upper_lr=sizes.upper, lower_lr=sizes.lower)
 
     def _unroll(
-        self, problem: Problem, state: OneCopyState, draw: Draw, gamma: float
+        self, evaluator: Evaluator, state: OneCopyState, gamma: Number
     ) -> tuple[list[Tensor], object]:
         """y_T as a function of x, and the batch of the last step."""
-        x, y, k = state.x, state.y, state.k
-        projections = problem.y_projections(y)
-        names = [f"the gradient of {name}" for name in y.names]
+        x, y = state.x, state.y
+        projections = evaluator.problem.y_projections(y)
+        name = Term(Level.LOWER, y).name(x)
         # copies, because y itself moves before the graph is used
         now = [leaf.detach().clone().requires_grad_() for leaf in y.leaves]
         batch = None
         for t in range(self.inner_steps):
-            batch = draw.lower.next()
+            batch = evaluator.draw.lower.next()
             with substituted(y, now), buffers_copied(x, y):
-                value = problem.g(x, y, batch)
-                require_finite(k, [f"lower({x.name}, {y.name})"], [value])
-                slope = Slope.of(value, now, type(self).__name__, check=k == 0 and t == 0)
+                value = evaluator.g(x, y, batch)
+                evaluator.require_finite([name], [value])
+                slope = Slope.of(value, now, type(self).__name__, check=state.k == 0 and t == 0)
             slopes = unflat(slope.vector, now)
-            require_finite(k, names, [s.detach() for s in slopes])
+            evaluator.require_finite(y.gradient_names, [s.detach() for s in slopes])
+            moved = [point - gamma * s for point, s in zip(now, slopes, strict=True)]
             now = [
-                moved if project is None else project(moved)
-                for moved, project in zip(
-                    (point - gamma * s for point, s in zip(now, slopes, strict=True)),
-                    projections,
-                    strict=True,
-                )
+                point if project is None else project(point)
+                for point, project in zip(moved, projections, strict=True)
             ]
         return now, batch
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """T steps of y as a function of x, differentiated as a whole by autograd."""
+        for k in count():
+            gamma, _, eta, _ = given(self.rates.at(k, 0.0))
+            at, point = x.detach().requires_grad_(), y.detach().requires_grad_()
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                value = g(at, point, sample.lower)
+                (slope,) = torch.autograd.grad(value, point, create_graph=True)
+                point = point - gamma * slope
+            ((zeta, _),) = draw.upper.parts(None, None)
+            (d_x,) = torch.autograd.grad(f(at, point, zeta), at)
+            x, y = x - eta * d_x, point.detach()
+            yield x, y

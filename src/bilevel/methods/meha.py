@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from itertools import count
 
 import torch
+from torch import Tensor
 
-from bilevel.engine.watch import Watch
 from bilevel.errors.checks import checked_number
-from bilevel.methods.base import Info, Properties, Tally
-from bilevel.methods.no_bilevel import LOWER
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import FIRST_ORDER, Properties
+from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.penalty import PenaltyMethod
+from bilevel.methods.reference import given, gradient_x, gradient_y
+from bilevel.methods.state import Info
 from bilevel.methods.vpbgd import GapState, gap_gradients
-from bilevel.problem import FORWARD, Problem, Weights, evaluate
+from bilevel.problem import FORWARD, LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.schedules import Power, Rate
-from bilevel.stepping.updates import Update
+from bilevel.stepping import Power, Rate, StepSizes, Update
 from bilevel.variables import Variable, added, held
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
@@ -83,6 +86,7 @@ class MEHA(PenaltyMethod[GapState]):
         copies=2,
         assumes="g weakly convex in y; f and g smooth",
         reference="Liu, Liu, Yao, Zeng, Zhang 2024",
+        abilities=FIRST_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -94,46 +98,54 @@ class MEHA(PenaltyMethod[GapState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         theta = y.clone("theta")
-        x_update = self.x_update(problem, x)
         return GapState(
-            x=x,
-            k=0,
-            multiplier=0.0,
-            pace=self.pace(problem, x, y, x_update),
+            **self.carried(problem, x, y),
             y=y,
             z=theta,
-            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(theta, problem.y_projections(theta), self.lower_optimizer),
         )
 
-    def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
-        k, x, y, theta = state.k, state.x, state.y, state.z
-        now = state.pace.at(problem, state, draw)
-        c, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
+    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+        x, y, theta = state.x, state.y, state.z
+        c, gamma = sizes.multiplier, state.z_update.choose(sizes.lower)
 
+        envelope = Phi(LOWER, x, [theta], 1.0, shared=False)
         with held(x):
-            phi = evaluate(problem, LOWER, x, [theta], draw.inner(LOWER.nodes, shared=False))
-            phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
+            samples = evaluator.draw.inner(LOWER.nodes, envelope.shared)
+            evaluator.backward(evaluator.evaluate(envelope, samples), None, 1.0)
         self._add_pull(theta, y, 1.0)
-        theta.require_finite_grads(k, gamma)
-        state.z_update.apply(gamma)
+        evaluator.move([Move(state.z_update, gamma)])
 
-        tally = Tally(problem, state, measure)
-        gap_gradients(problem, state, c, draw.direction(FORWARD.nodes, self.shared), tally)
+        phi = Phi(FORWARD, x, [y, theta], c, self.shared)
+        gap_gradients(evaluator, phi)
         self._add_pull(y, theta, -c)
-        upper_lr = state.x_update.choose(now.upper, gain=1 / c)
-        x.require_finite_grads(k, upper_lr / c)
-        y.require_finite_grads(k, beta / c)
-        info = tally.info(x.grads(), gamma, upper_lr, c)
-        state.x_update.apply(upper_lr, gain=1 / c)
-        state.y_update.apply(beta, gain=1 / c)
-
-        state.k, state.multiplier = k + 1, c
-        return info
+        return evaluator.finish(
+            state,
+            upper_lr=sizes.upper,
+            lower_lr=gamma,
+            multiplier=c,
+            gain=1 / c,
+            also=Descent(phi, [Move(state.y_update, sizes.penalty, 1 / c)]),
+        )
 
     @torch.no_grad()
-    def _add_pull(self, of: Variable, towards: Variable, weight: float) -> None:
+    def _add_pull(self, of: Variable, towards: Variable, weight: Number) -> None:
         """Add weight * (of - towards) / gam to the gradients of ``of``."""
         difference = torch._foreach_sub(of.leaves, towards.leaves)
         of.set_grads(added(of.grads(), difference, alpha=weight / self.proximal))
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """One step of theta on the envelope, then one joint step of x and y."""
+        theta, gam = y, self.proximal
+        for k in count():
+            gamma, beta, eta, c = given(self.rates.at(k, 0.0))
+            (sample,) = draw.inner(LOWER.nodes, False)
+            theta = theta - gamma * (gradient_y(g, x, theta, sample.lower) + (theta - y) / gam)
+            ((at_y, at_z),) = draw.direction(FORWARD.nodes, self.shared)
+            d_x = gradient_x(f, x, y, at_y.upper) / c + gradient_x(g, x, y, at_y.lower)
+            d_x = d_x - gradient_x(g, x, theta, at_z.lower)
+            d_y = gradient_y(f, x, y, at_y.upper) / c + gradient_y(g, x, y, at_y.lower)
+            d_y = d_y - (y - theta) / gam
+            x, y = x - eta * d_x, y - beta * d_y
+            yield x, theta

@@ -5,36 +5,42 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import count
 
-from bilevel.engine.watch import Watch
+from torch import Tensor
+
 from bilevel.errors.checks import check_count
-from bilevel.methods.base import Info, Method, Properties, State, Tally
-from bilevel.problem import Problem, Stencil, Weights, evaluate
+from bilevel.methods.base import Iterates, Method
+from bilevel.methods.capabilities import Ability, Properties
+from bilevel.methods.evaluator import Descent, Evaluator, Move
+from bilevel.methods.reference import given, gradient_y
+from bilevel.methods.state import Info, State
+from bilevel.problem import LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.policy import REFERENCE_INNER_STEPS, MeasuredPace, Pace
-from bilevel.stepping.schedules import Constant
-from bilevel.stepping.updates import (
+from bilevel.stepping import (
+    REFERENCE_INNER_STEPS,
+    Constant,
     FoundRate,
+    GivenSizes,
+    MeasuredSizes,
+    NoUpdate,
     OptimizerFactory,
     Rates,
+    StepSizePolicy,
+    StepSizes,
     Update,
     rate_or_optimizer,
 )
 from bilevel.variables import Variable, held
 
-LOWER = Stencil(upper=(0.0,), lower=(1.0,), centre=(1.0,))
-"""Phi = lam * g(x, y): one copy, which solves the lower level."""
 
-
-def train(
-    problem: Problem, x: Variable, y: Variable, update: Update, draw: Draw, k: int, rate: float
-) -> None:
-    """One gradient step of y on g(x, .), on a sample of its own."""
+def train(evaluator: Evaluator, x: Variable, update: Update, rate: Number, steps: int) -> None:
+    """Gradient steps of one copy on g(x, .), each on a sample of its own."""
+    phi = Phi(LOWER, x, [update.variable], 1.0, shared=False)
+    descent = Descent(phi, [Move(update, rate)])
     with held(x):
-        phi = evaluate(problem, LOWER, x, [y], draw.inner(LOWER.nodes, shared=False))
-        phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
-    y.require_finite_grads(k, rate)
-    update.apply(rate)
+        for _ in range(steps):
+            evaluator.descend(descent)
 
 
 @dataclass
@@ -98,6 +104,9 @@ class NoBilevel(Method[NoBilevelState]):
         copies=1,
         assumes="as much as training on g does",
         reference="Kwon, Kwon, Wright, Nowak 2023, 'Without BO'",
+        abilities=frozenset(
+            {Ability.SPARSE_STEPS, Ability.LOWER_OPTIMIZER, Ability.CONSTRAINED_LOWER}
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -113,34 +122,41 @@ class NoBilevel(Method[NoBilevelState]):
         return Rates(lower, Constant(1.0))
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> NoBilevelState:
-        Update(x, problem.x_projections(x))  # it starts in its set, as with every method
-        y_update = Update(y, problem.y_projections(y), self.lower_optimizer)
         return NoBilevelState(
-            x=x, k=0, multiplier=math.nan, pace=self._pace(y), y=y, y_update=y_update
+            x=x,
+            k=0,
+            multiplier=math.nan,
+            policy=self._policy(y),
+            x_update=NoUpdate(x, problem.x_projections(x)),
+            y=y,
+            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
         )
 
-    def _pace(self, y: Variable) -> Pace:
+    def _policy(self, y: Variable) -> StepSizePolicy:
         if self.rates.lower is not None:
-            return Pace(self.rates)
-        return MeasuredPace(
+            return GivenSizes(self.rates)
+        return MeasuredSizes(
             self.rates,
             y,
             stiffness=lambda lower, upper, multiplier: lower,
             raises=False,
             unit=-(-REFERENCE_INNER_STEPS // self.inner_steps),
-            watch=None,
+            merit=None,
         )
 
-    def step(
-        self, problem: Problem, state: NoBilevelState, draw: Draw, *, measure: bool = True
-    ) -> Info:
-        gamma = state.y_update.choose(state.pace.at(problem, state, draw).lower)
-        for _ in range(self.inner_steps):
-            train(problem, state.x, state.y, state.y_update, draw, state.k, gamma)
+    def step(self, evaluator: Evaluator, state: NoBilevelState, sizes: StepSizes) -> Info:
+        gamma = state.y_update.choose(sizes.lower)
+        train(evaluator, state.x, state.y_update, gamma, self.inner_steps)
+        for samples in evaluator.draw.direction(LOWER.nodes, shared=True):  # f is only reported
+            evaluator.report(samples[0])
+        return evaluator.finish(state, upper_lr=0.0, lower_lr=gamma)
 
-        tally = Tally(problem, state, measure)
-        for samples in draw.direction(LOWER.nodes, shared=True):  # drawn, measured or not
-            tally.add(samples[0], {})
-        info = tally.info(state.x.take_grads(), gamma, 0.0)  # it has no direction
-        state.k += 1
-        return info
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """Y takes T steps on g; x stays."""
+        for k in count():
+            gamma, *_ = given(self.rates.at(k, 0.0))
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                y = y - gamma * gradient_y(g, x, y, sample.lower)
+            list(draw.direction(LOWER.nodes, True))
+            yield x, y

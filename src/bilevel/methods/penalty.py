@@ -11,8 +11,7 @@ from bilevel.errors.checks import check_choice
 from bilevel.methods.base import S
 from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Stencil
-from bilevel.stepping.schedules import Rate, as_schedule
-from bilevel.stepping.updates import PenaltyRates, rate_or_optimizer
+from bilevel.stepping import PenaltyRates, Rate, as_schedule, rate_or_optimizer
 
 P = TypeVar("P", bound="PaperMethod[Any]")
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from types import MappingProxyType
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError
-from bilevel.methods.base import Info, Properties, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
-from bilevel.methods.implicit import (
-    OneCopyState,
-    leave_upper_gradient,
-    lower_slopes,
-    require_finite_adjoint,
+from bilevel.methods.evaluator import Descent, Evaluator, Move
+from bilevel.methods.implicit import OneCopyState, leave_upper_gradient, lower_slopes, one_copy
+from bilevel.methods.reference import (
+    at,
+    given,
+    gradient_x,
+    gradient_y,
+    hessian_y,
+    mixed_product,
 )
-from bilevel.problem import Problem
+from bilevel.methods.state import Info
+from bilevel.problem import LOWER, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.stepping.updates import Update
+from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
 from bilevel.variables import Variable, buffers_kept, flat, unflat
 
 
@@ -92,6 +96,7 @@ class SOBA(DescentMethod[SOBAState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Dagreou, Ablin, Vaiter, Moreau 2022",
+        abilities=SECOND_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -108,47 +113,52 @@ class SOBA(DescentMethod[SOBAState]):
         return super()._needs_lower or (self.lower_optimizer is not None and self.rho is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
-        x_update = self.x_update(problem, x)
-        return SOBAState(
-            x=x,
-            k=0,
-            multiplier=math.nan,
-            pace=self.pace(problem, x, y, x_update),
-            y=y,
-            x_update=x_update,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
-            average=[],
-        )
+        adjoint = torch.zeros_like(flat(y.leaves), requires_grad=False)
+        return SOBAState(**one_copy(self, problem, x, y), adjoint=adjoint, average=[])
 
-    def step(self, problem: Problem, state: SOBAState, draw: Draw, *, measure: bool = True) -> Info:
-        x, y, k = state.x, state.y, state.k
-        now = state.pace.at(problem, state, draw)
-        gamma = state.y_update.choose(now.lower)
-        rho = now.lower if self.rho is None else positive_at("adjoint_lr", self.rho, k)
+    def step(self, evaluator: Evaluator, state: SOBAState, sizes: StepSizes) -> Info:
+        x, y = state.x, state.y
+        gamma = state.y_update.choose(sizes.lower)
+        rho = sizes.lower if self.rho is None else positive_at("adjoint_lr", self.rho, state.k)
 
-        tally = Tally(problem, state, measure)
         with buffers_kept(x, y):
-            f_y = leave_upper_gradient(problem, state, draw, tally)
+            f_y = leave_upper_gradient(evaluator, state)
         g_y = torch.zeros_like(f_y)
         # y takes its step from this evaluation, so the buffers that it moves stay moved
-        for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
+        for slope in lower_slopes(evaluator, state, type(self).__name__):
             g_y += slope.vector.detach()
             slope.backward(-state.adjoint, x, y)
         adjoint = state.adjoint + rho * (flat(y.take_grads()) + f_y)
-        require_finite_adjoint(k, adjoint)
-        x.require_finite_grads(k)
-        y.set_grads(unflat(g_y, y.leaves))
-        y.require_finite_grads(k)
+        evaluator.require_finite(["the adjoint v"], [adjoint])
+        evaluator.require_finite(x.gradient_names, x.grads())
 
         self._smooth(state)
-        upper_lr = state.x_update.choose(now.upper)
-        info = tally.info(x.grads(), gamma, upper_lr)
+        y.set_grads(unflat(g_y, y.leaves))
+        step_of_y = Descent(Phi(LOWER, x, [y], 1.0), [Move(state.y_update, gamma)])
+        info = evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma, also=step_of_y)
         state.adjoint.copy_(adjoint)
-        state.y_update.apply(gamma)
-        state.x_update.apply(upper_lr)
-        state.k = k + 1
         return info
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """One step of y, of the adjoint and of x, from one point and one pair of samples."""
+        v, h = torch.zeros_like(y), torch.zeros_like(x)
+        for k in count():
+            gamma, _, eta, _ = given(self.rates.at(k, 0.0))
+            rho, theta = at(self.rho, k, gamma), self._newest(k)
+            (zeta, _), (phi, _) = (
+                next(draw.upper.parts(None, None)),
+                next(draw.lower.parts(None, None)),
+            )
+            d_y = gradient_y(g, x, y, phi)
+            d_v = hessian_y(g, x, y, phi) @ v - gradient_y(f, x, y, zeta)
+            d_x = gradient_x(f, x, y, zeta) - mixed_product(g, x, y, phi, v)
+            h = (1 - theta) * h + theta * d_x
+            x, y, v = x - eta * h, y - gamma * d_y, v - rho * d_v
+            yield x, y
+
+    def _newest(self, k: int) -> float:
+        """The weight of the newest x direction in what x follows."""
+        return 1.0
 
     def _smooth(self, state: SOBAState) -> None:
         """Replace the direction on x by what x is to follow: itself."""
@@ -196,9 +206,7 @@ class MASOBA(SOBA):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Chen, Xiao, Balasubramanian 2024",
-    )
-    lacks = MappingProxyType(
-        {"momentum": "averaging, the weight of the newest x direction, is 1 - momentum"}
+        abilities=SECOND_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -217,10 +225,14 @@ class MASOBA(SOBA):
         state.average = [torch.zeros_like(leaf, requires_grad=False) for leaf in x.leaves]
         return state
 
-    def _smooth(self, state: SOBAState) -> None:
-        theta = positive_at("averaging", self.theta, state.k)
+    def _newest(self, k: int) -> float:
+        theta = positive_at("averaging", self.theta, k)
         if theta > 1:
-            raise ArgumentError(f"averaging({state.k}) must be at most 1, not {theta!r}")
+            raise ArgumentError(f"averaging({k}) must be at most 1, not {theta!r}")
+        return theta
+
+    def _smooth(self, state: SOBAState) -> None:
+        theta = self._newest(state.k)
         torch._foreach_mul_(state.average, 1 - theta)
         torch._foreach_add_(state.average, state.x.grads(), alpha=theta)
         state.x.set_grads([h.clone() for h in state.average])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import count
 
 from torch import Tensor
 
 from bilevel.errors.checks import check_count
-from bilevel.methods.base import Properties
-from bilevel.methods.implicit import ImplicitMethod, OneCopyState, require_finite_adjoint
-from bilevel.problem import Problem
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import SECOND_ORDER, Properties
+from bilevel.methods.evaluator import Evaluator
+from bilevel.methods.implicit import ImplicitMethod, OneCopyState, one_copy
+from bilevel.methods.reference import (
+    at,
+    given,
+    gradient_x,
+    gradient_y,
+    hessian_y,
+    mixed_product,
+)
+from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
-from bilevel.stepping.updates import Now, Update
+from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
 from bilevel.variables import Variable
 
 
@@ -75,6 +84,7 @@ class SOBO(ImplicitMethod[OneCopyState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Ji, Yang, Liang 2021, Algorithm 2 (stocBiO)",
+        abilities=SECOND_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -92,26 +102,31 @@ class SOBO(ImplicitMethod[OneCopyState]):
         return super()._needs_lower or (self.lower_optimizer is not None and self.eta is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
-        x_update = self.x_update(problem, x)
-        return OneCopyState(
-            x=x,
-            k=0,
-            multiplier=math.nan,
-            pace=self.pace(problem, x, y, x_update),
-            y=y,
-            x_update=x_update,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-        )
+        return OneCopyState(**one_copy(self, problem, x, y))
 
     def _adjoint(
-        self, problem: Problem, state: OneCopyState, draw: Draw, f_y: Tensor, now: Now
+        self, evaluator: Evaluator, state: OneCopyState, f_y: Tensor, sizes: StepSizes
     ) -> Tensor:
-        eta = now.lower if self.eta is None else positive_at("neumann_lr", self.eta, state.k)
+        eta = sizes.lower if self.eta is None else positive_at("neumann_lr", self.eta, state.k)
         term = total = f_y
         for _ in range(self.neumann_steps):
-            slope = self._slope(problem, state, draw)
-            term = term - eta * slope.hessian_product(term)
+            term = term - eta * self._slope(evaluator, state).hessian_product(term)
             total = total + term
-        adjoint = eta * total
-        require_finite_adjoint(state.k, adjoint)
-        return adjoint
+        return eta * total
+
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """T steps of y, the Neumann series with a fresh Hessian per factor, one step of x."""
+        for k in count():
+            gamma, _, eta_x, _ = given(self.rates.at(k, 0.0))
+            eta = at(self.eta, k, gamma)
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                y = y - gamma * gradient_y(g, x, y, sample.lower)
+            ((zeta, _),) = draw.upper.parts(None, None)
+            term = total = gradient_y(f, x, y, zeta)
+            for _ in range(self.neumann_steps):
+                term = term - eta * hessian_y(g, x, y, draw.lower.next()) @ term
+                total = total + term
+            ((phi, _),) = draw.lower.parts(None, None)
+            x = x - eta_x * (gradient_x(f, x, y, zeta) - mixed_product(g, x, y, phi, eta * total))
+            yield x, y

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import count
 from typing import Literal
 
-from bilevel.engine.watch import Watch
+from torch import Tensor
+
 from bilevel.errors.checks import check_choice, check_count
-from bilevel.methods.base import Info, Properties, State, Tally
+from bilevel.methods.base import Iterates
+from bilevel.methods.capabilities import FIRST_ORDER, Properties
+from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import PenaltyMethod
-from bilevel.problem import FORWARD, Problem, Stencil, Weights, evaluate
-from bilevel.sampling import Draw, Sample
-from bilevel.stepping.updates import Update
+from bilevel.methods.reference import given, gradient_x, gradient_y
+from bilevel.methods.state import Info, State
+from bilevel.problem import FORWARD, LOWER, Objective, Phi, Problem, Stencil
+from bilevel.sampling import Draw
+from bilevel.stepping import StepSizes, Update
 from bilevel.variables import Variable, buffers_kept, held
 
 
@@ -25,12 +30,11 @@ class GapState(State):
     Attributes:
         y: the copy that follows f as well as g.
         z: the copy that follows g alone.
-        x_update, y_update, z_update: how each variable moves.
+        y_update, z_update: how each copy moves.
     """
 
     y: Variable
     z: Variable
-    x_update: Update
     y_update: Update
     z_update: Update
 
@@ -42,24 +46,22 @@ class GapState(State):
     def penalised(self) -> Variable:
         return self.y
 
-    def draw_together(self, share: float) -> None:
+    def contract_copies(self, share: float) -> None:
         self.y.approach(self.z, share)
 
 
-def gap_gradients(
-    problem: Problem, state: GapState, lam: float, parts: Iterable[list[Sample]], tally: Tally
-) -> None:
+def gap_gradients(evaluator: Evaluator, phi: Phi) -> None:
     """Leave on x and y the gradient of f(x, y) + lam * ( g(x, y) - g(x, z) ) at fixed z.
 
     It is added up over the parts of its samples. The evaluation is a step of y, so the buffers of y
     move with it, and only these.
     """
-    x, y, z = state.x, state.y, state.z
-    with held(z), buffers_kept(x, z):
-        for samples in parts:
-            phi = evaluate(problem, FORWARD, x, [y, z], samples)
-            phi.backward(Weights(1.0, lam), Watch(state.k, at_once=True))
-            tally.add(samples[0], phi.terms)
+    _, z = phi.points
+    with held(z), buffers_kept(phi.x, z):
+        for samples in evaluator.draw.direction(phi.stencil.nodes, phi.shared):
+            evaluation = evaluator.evaluate(phi, samples)
+            evaluator.backward(evaluation, 1.0, phi.multiplier)
+            evaluator.report(samples[0], evaluation.parts)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class VPBGD(PenaltyMethod[GapState]):
         copies=2,
         assumes="g satisfies the PL inequality in y; f and g smooth",
         reference="Shen, Chen 2023, Algorithm 1",
+        abilities=FIRST_ORDER,
     )
 
     def __post_init__(self) -> None:
@@ -139,38 +142,45 @@ class VPBGD(PenaltyMethod[GapState]):
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
         z = y.clone("z")
-        x_update = self.x_update(problem, x)
         return GapState(
-            x=x,
-            k=0,
-            multiplier=0.0,
-            pace=self.pace(problem, x, y, x_update),
+            **self.carried(problem, x, y),
             y=y,
             z=z,
-            x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
             z_update=Update(z, problem.y_projections(z), self.lower_optimizer),
         )
 
-    def step(self, problem: Problem, state: GapState, draw: Draw, *, measure: bool = True) -> Info:
-        k, x, y, z = state.k, state.x, state.y, state.z
-        now = state.pace.at(problem, state, draw)
-        lam, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
-
+    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+        lam, gamma = sizes.multiplier, state.z_update.choose(sizes.lower)
         if self.start == "y":
-            z.assign(y)
-        for _ in range(self.inner_steps):
-            train(problem, x, z, state.z_update, draw, k, gamma)
+            state.z.assign(state.y)
+        train(evaluator, state.x, state.z_update, gamma, self.inner_steps)
 
-        tally = Tally(problem, state, measure)
-        gap_gradients(problem, state, lam, draw.direction(FORWARD.nodes, self.shared), tally)
+        phi = Phi(FORWARD, state.x, [state.y, state.z], lam, self.shared)
+        gap_gradients(evaluator, phi)
         scale = min(1.0, 1 / lam)
-        upper_lr = state.x_update.choose(now.upper, gain=scale)
-        x.require_finite_grads(k, upper_lr * scale)
-        y.require_finite_grads(k, beta * scale)
-        info = tally.info(x.grads(), gamma, upper_lr, lam)
-        state.x_update.apply(upper_lr, gain=scale)
-        state.y_update.apply(beta, gain=scale)
+        return evaluator.finish(
+            state,
+            upper_lr=sizes.upper,
+            lower_lr=gamma,
+            multiplier=lam,
+            gain=scale,
+            also=Descent(phi, [Move(state.y_update, sizes.penalty, scale)]),
+        )
 
-        state.k, state.multiplier = k + 1, lam
-        return info
+    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
+        """T steps of z on g, then one joint step of x and y."""
+        z = y
+        for k in count():
+            gamma, beta, eta, lam = given(self.rates.at(k, 0.0))
+            z = y if self.start == "y" else z
+            for _ in range(self.inner_steps):
+                (sample,) = draw.inner(LOWER.nodes, False)
+                z = z - gamma * gradient_y(g, x, z, sample.lower)
+            ((at_y, at_z),) = draw.direction(FORWARD.nodes, self.shared)
+            d_g = gradient_x(g, x, y, at_y.lower) - gradient_x(g, x, z, at_z.lower)
+            d_x = gradient_x(f, x, y, at_y.upper) + lam * d_g
+            d_y = gradient_y(f, x, y, at_y.upper) + lam * gradient_y(g, x, y, at_y.lower)
+            scale = min(1.0, 1 / lam)
+            x, y = x - eta * scale * d_x, y - beta * scale * d_y
+            yield x, z

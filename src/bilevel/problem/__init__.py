@@ -1,19 +1,8 @@
 """What is solved: the two objectives, their sets, and the scalar Phi."""
 
-from bilevel.problem.problem import (
-    FORWARD,
-    MIDPOINT,
-    Objective,
-    Phi,
-    Problem,
-    Stencil,
-    Term,
-    Weights,
-    accumulate,
-    central,
-    evaluate,
-    separately,
-)
+from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
+from bilevel.problem.problem import Objective, Objectives, Problem, check_objectives
+from bilevel.problem import sets
 from bilevel.problem.sets import (
     Ball,
     Box,
@@ -24,13 +13,19 @@ from bilevel.problem.sets import (
     Simplex,
     projections,
 )
+from bilevel.problem.stencil import FORWARD, LOWER, MIDPOINT, Stencil, central
 
 __all__ = [
     "FORWARD",
+    "LOWER",
     "MIDPOINT",
     "Ball",
     "Box",
+    "Evaluation",
+    "Level",
+    "Number",
     "Objective",
+    "Objectives",
     "Phi",
     "Problem",
     "Projection",
@@ -40,10 +35,9 @@ __all__ = [
     "Simplex",
     "Stencil",
     "Term",
-    "Weights",
-    "accumulate",
     "central",
-    "evaluate",
+    "check_objectives",
     "projections",
-    "separately",
+    "scaled",
+    "sets",
 ]

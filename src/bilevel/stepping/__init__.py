@@ -1,1 +1,63 @@
-"""By how much variables move: updates, schedules, optimizers, and "auto"."""
+"""By how much variables move: updates, schedules, the user's optimizers, and "auto"."""
+
+from bilevel.stepping import schedules
+from bilevel.stepping.adaptive import AdaptiveUpdate
+from bilevel.stepping.curvature import slope_of, steepest_curvature
+from bilevel.stepping.merit import MeritCheck
+from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
+from bilevel.stepping.policy import (
+    REFERENCE_INNER_STEPS,
+    GivenSizes,
+    MeasuredSizes,
+    StepSizePolicy,
+)
+from bilevel.stepping.rates import (
+    FoundRate,
+    OptimizerFactory,
+    PenaltyRates,
+    Rates,
+    StepSizes,
+    rate_or_optimizer,
+)
+from bilevel.stepping.schedules import (
+    Constant,
+    Power,
+    Ramp,
+    Rate,
+    Schedule,
+    as_schedule,
+    positive_at,
+)
+from bilevel.stepping.shared_adamw import SharedAdamW
+from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
+
+__all__ = [
+    "REFERENCE_INNER_STEPS",
+    "AdaptiveUpdate",
+    "Constant",
+    "FoundRate",
+    "GivenSizes",
+    "MeasuredSizes",
+    "MeritCheck",
+    "Nesterov",
+    "NesterovUpdate",
+    "NoUpdate",
+    "OptimizerFactory",
+    "PenaltyRates",
+    "Power",
+    "Ramp",
+    "Rate",
+    "Rates",
+    "Schedule",
+    "SharedAdamW",
+    "StepSizePolicy",
+    "StepSizes",
+    "Update",
+    "as_schedule",
+    "positive_at",
+    "rate_or_optimizer",
+    "schedules",
+    "slope_of",
+    "steepest_curvature",
+    "updates_of_copies",
+]

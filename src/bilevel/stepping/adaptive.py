@@ -15,7 +15,7 @@ Safeguards: no step is more than twice as long as the longest so far, the first 
 of ||x||; where the direction turns round and grows, the step is halved at once; where the gain that
 a step promises, eta ||d||^2, is nothing beside those before it, the step grows no more; and a step
 after which the direction turned round and was four times as long, or with which F was found to rise
-(:class:`bilevel.stepping.policy.Lookout`), is not soon taken again.
+(:class:`bilevel.stepping.merit.MeritCheck`), is not soon taken again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.problem import Projection
+from bilevel.problem import Number, Projection
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, dense
-from bilevel.variables.state import saved
+from bilevel.variables import Variable, dense, saved
 
 GROWTH = 1.5
 SURE_GROWTH = 0.35
@@ -79,7 +78,7 @@ class AdaptiveUpdate(Update):
         return self._numbers["rest"] > 0
 
     @torch.no_grad()
-    def choose(self, rate: float, gain: float = 1.0) -> float:
+    def choose(self, rate: Number, gain: Number = 1.0) -> Number:
         """The step, from the gradients on the leaves."""
         n = self._numbers
         if n["rest"] > 0:
@@ -93,7 +92,7 @@ class AdaptiveUpdate(Update):
         ).sum()
         totals = [norms[i : i + count].norm() for i in (0, count, 2 * count)]
         norm, way, size, inner = map(float, torch.stack([*totals, along]).tolist())
-        norm, inner = gain * norm, gain * inner
+        norm, inner = float(gain) * norm, float(gain) * inner
         if not (norm > 0 and math.isfinite(norm)):
             return 0.0
         if way > 0 and n["last"] > 0:
@@ -136,9 +135,9 @@ class AdaptiveUpdate(Update):
         n["rate"] *= factor ** (1 / unit)
 
     @torch.no_grad()
-    def apply(self, rate: float, gain: float = 1.0, *, bad: Tensor | None = None) -> None:
+    def apply(self, rate: Number, gain: Number = 1.0, *, bad: Tensor | None = None) -> None:
         self._numbers["rest"] = max(0.0, self._numbers["rest"] - 1)
-        self._numbers["last"] = rate
+        self._numbers["last"] = float(rate)
         torch._foreach_copy_(self._before, self._variable.leaves)
         super().apply(rate, gain, bad=bad)
 

@@ -1,4 +1,4 @@
-"""Minibatches where compiled code finds them, and the same ones again for eager code."""
+"""Minibatches at fixed places in memory for compiled code, and the same again for eager code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bilevel.engine.compiled.gathering import Block, Copies, doubling, gather
 from bilevel.engine.compiled.tracing import Ready
 from bilevel.sampling import Draw, NoData, Nodes, Rows, Sample, Stream, mapped_rows, take_rows
 
-TOGETHER = 1 << 22
-"""So many bytes of minibatches are gathered together, on a CPU: they should stay in its caches."""
+GATHERED_BYTES = 1 << 22
+"""Bytes of minibatches that are gathered at a time on a CPU, so that they stay in its caches."""
 
 LARGE = 1 << 20
-"""With fewer bytes than these to gather together a second thread is not worth being woken."""
+"""Bytes to gather below which it does not pay to wake a second thread."""
 
 
-class Level:
+class LevelBatches:
     """The minibatches of one level for a whole outer step.
 
     Args:
@@ -83,7 +83,7 @@ class Level:
         numbers = self._numbers[first:last].view(-1)
         start = place * self._numbers[0].numel()
         there = slice(start, start + len(numbers))
-        # .data, or torch takes all minibatches for changed when one of them is
+        # .data: otherwise torch counts all minibatches as changed when one of them is
         return tuple((column, numbers, rows.data[there]) for column, rows in self._columns)
 
     def slot(self, place: int, sample: int) -> Any:
@@ -96,7 +96,7 @@ class Level:
         """One minibatch of the evaluation whose number is in ``step``, a tensor of one element."""
         if self._numbers is None:
             return self._rows
-        # they are within these bounds; where a compiler sees that, it does not check every entry
+        # the numbers are within these bounds; clamped, the compiler need not check every entry
         step = step.clamp(0, len(self._numbers) - 1)
         numbers = self._numbers[:, sample].index_select(0, step).squeeze(0)
         return take_rows(self._rows, numbers.clamp(0, self._length - 1))
@@ -118,7 +118,7 @@ class Feed:
             belong to.
 
     Attributes:
-        together: of how many evaluations the minibatches are gathered together; 0: of none.
+        evaluations: of how many evaluations the minibatches are gathered at a time; 0: of none.
     """
 
     def __init__(
@@ -136,20 +136,20 @@ class Feed:
         self._device = device
         self.steps = steps
         f, g = (1, 1) if shared else (sum(f for f, _ in nodes), sum(g for _, g in nodes))
-        self._upper = Level(draw.upper, steps, f)
-        self._lower = Level(draw.lower, steps, g)
+        self._upper = LevelBatches(draw.upper, steps, f)
+        self._lower = LevelBatches(draw.lower, steps, g)
         levels = (self._upper, self._lower)
         size = sum(level.size for level in levels)
-        self.together = 0
+        self.evaluations = 0
         if ahead and size and device.type == "cpu":
-            self.together = min(steps, max(1, TOGETHER // size))
+            self.evaluations = min(steps, max(1, GATHERED_BYTES // size))
             for level in levels:
-                level.make_slots(self.together)
-        self._large = self.together * size >= LARGE
+                level.make_slots(self.evaluations)
+        self._large = self.evaluations * size >= LARGE
         self._gathering: dict[bool, dict[int, Ready]] = {}
         self._gathered = [
             self._samples(partial(self._upper.slot, place), partial(self._lower.slot, place))
-            for place in range(self.together)
+            for place in range(self.evaluations)
         ]
 
     @staticmethod
@@ -168,7 +168,7 @@ class Feed:
         Those of several are gathered by all threads; ``beside``: as far as it gets by a second one,
         while the evaluations before them run. None: what is run before an earlier one will do.
         """
-        if not self.together:
+        if not self.evaluations:
             return None
         beside = beside and self._large
         if beside not in self._gathering:
@@ -177,8 +177,8 @@ class Feed:
 
     def _gatherings(self, beside: bool) -> Iterator[tuple[int, Ready]]:
         """By the number of an evaluation, what has to be run before it."""
-        firsts = range(0, self.steps, self.together)
-        counts = [min(self.together, self.steps - first) for first in firsts]
+        firsts = range(0, self.steps, self.evaluations)
+        counts = [min(self.evaluations, self.steps - first) for first in firsts]
         if not beside:
             for first, count in zip(firsts, counts, strict=True):
                 yield first, Ready(gather, self._copies(first, first + count, 0))
@@ -201,7 +201,7 @@ class Feed:
 
     def gathered(self, step: int) -> list[Sample]:
         """For each point its sample in an evaluation, at a place that stays the same."""
-        return self._gathered[step % self.together]
+        return self._gathered[step % self.evaluations]
 
     def rest(self, done: int) -> list[list[Sample]]:
         """The samples of the evaluations from the one of that number on."""
@@ -226,8 +226,8 @@ def _provide(block: Block, part: tuple[int, int]) -> None:
     block.provide(*part)
 
 
-class Drawn(Draw):
-    """A draw that begins with samples that were drawn before."""
+class RedrawnSamples(Draw):
+    """A draw that first gives out samples that were drawn before."""
 
     def __init__(self, draw: Draw, before: list[list[Sample]]) -> None:
         super().__init__(draw.upper, draw.lower, draw.direction_batch_size, draw.chunk_size)

@@ -1,4 +1,4 @@
-"""What F2SA's outer step is made of, as functions that change tensors in place: what is traced."""
+"""The pieces of an outer step on Phi, as functions that change tensors in place: what is traced."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from bilevel.engine.compiled.feed import Feed
-from bilevel.methods.f2sa import F2SA, F2SAState
-from bilevel.problem import Phi, Problem, Projection, evaluate
+from bilevel.engine.eager import EagerEvaluator
+from bilevel.engine.report import wanted
+from bilevel.methods import Descent, State
+from bilevel.problem import Evaluation, Level, Projection, Term
 from bilevel.sampling import Sample
 from bilevel.variables import Variable, largest_entries, longest_step
 
@@ -21,63 +23,60 @@ class Pieces:
     A number that is not finite is noticed on the device; from then on nothing moves.
 
     Args:
-        problem, method, state: as ``method.step`` takes them.
+        evaluator: evaluates the objectives.
+        descent: Phi, and the copies that move.
+        state: the run; it is moved in place.
         feed: where the samples come from that are not given.
         in_parts: whether the x direction is the sum of several.
 
     Attributes:
         dials: lam, the step of x, and the step of each copy along its part of grad Phi.
-        fine: whether every number was finite since it was last said to be so.
-        taken: how many outer steps were, since then.
-        done: how many inner steps of the present one.
-        told: the terms of the report, by name, and the norm of the x direction.
+        fine: whether every number has been finite since :meth:`trust`.
+        taken: how many outer steps were taken since then.
+        done: how many inner steps of the present outer step were taken.
+        told: the reported terms, and their values.
+        norm: the norm of the x direction.
         slope: the x direction.
-        missing: the terms of the report that Phi does not have.
+        missing: the reported terms that Phi does not have.
     """
 
     def __init__(
         self,
-        problem: Problem,
-        method: F2SA,
-        state: F2SAState,
+        evaluator: EagerEvaluator,
+        descent: Descent,
+        state: State,
         feed: Feed | None,
         *,
         in_parts: bool,
     ) -> None:
-        self._problem = problem
+        problem, phi = evaluator.problem, descent.phi
+        self._evaluator = evaluator
         self._in_parts = in_parts
-        self._stencil = method.stencil
-        self._x = state.x
-        self._points = state.points
-        self._copies = state.points[: len(method.stencil.lower)]
+        self._phi = phi
+        self._copies = [move.variable for move in descent.moves]
         self._feed = feed
         self._moves_x = state.x_update.plain
         self._x_set = problem.x_projections(state.x)
-        self._y_sets = [problem.y_projections(point) for point in state.points]
+        self._y_sets = [problem.y_projections(point) for point in phi.points]
         device = state.x.device
         self.dials = torch.zeros(2 + len(self._copies), dtype=torch.float64, device=device)
         self.done = torch.zeros(1, dtype=torch.int64, device=device)
         self.fine = torch.ones((), dtype=torch.bool, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
         self.slope = [torch.zeros_like(leaf, requires_grad=False) for leaf in state.x.leaves]
-        solution, penalised = state.solution, state.penalised
-        wanted = {
-            _name(level, y): (level, y)
-            for level, y in (("upper", solution), ("lower", solution), ("lower", penalised))
-        }
-        self.told = {  # not 0-dimensional: torch.compile would guard their values
-            name: torch.zeros(1, dtype=torch.float64, device=device) for name in (*wanted, "norm")
-        }
+        # not 0-dimensional: torch.compile would guard their values
+        self.norm = torch.zeros(1, dtype=torch.float64, device=device)
+        self.told = [(term, torch.zeros_like(self.norm)) for term in wanted(state)]
         known = {
-            _name(level, y)
-            for y, there in zip(state.points, method.stencil.nodes, strict=False)
-            for level, evaluated in zip(("upper", "lower"), there, strict=True)
+            Term(level, y).key
+            for y, there in zip(phi.points, phi.stencil.nodes, strict=False)
+            for level, evaluated in zip((Level.UPPER, Level.LOWER), there, strict=True)
             if evaluated
         }
-        self.missing = {name: term for name, term in wanted.items() if name not in known}
+        self.missing = [term for term in wanted(state) if term.key not in known]
 
     def trust(self) -> None:
-        """Count from here, everything being finite."""
+        """Everything is finite here: count from now on."""
         self.fine.fill_(True)
         self.taken.zero_()
         self.done.zero_()
@@ -85,47 +84,47 @@ class Pieces:
     def reset(self) -> None:
         """Begin an outer step."""
         if self._in_parts:
-            torch._foreach_zero_([*self.told.values(), *self.slope])
+            torch._foreach_zero_([*(total for _, total in self.told), self.norm, *self.slope])
 
     def inner(self, samples: list[Sample] | None) -> None:
         """One inner step."""
-        phi, value = self._phi(samples)
-        directions = gradients(value, self._points)
+        found, value = self._evaluate(samples)
+        directions = gradients(value, self._phi.points)
         with torch.no_grad():
             ends, fine = self._steps(directions)
-            fine = fine & self.fine & finite(phi)
+            fine = fine & self.fine & finite(found)
             self._move_copies(ends, fine)
             self.done.add_(fine.to(torch.int64))
             self.fine.copy_(fine)
 
     def last(self, samples: list[Sample] | None) -> None:
         """The last inner step of a single pass, which gives the x direction as well."""
-        phi, value = self._phi(samples)
-        slope, *directions = gradients(value, [self._x, *self._points])
+        found, value = self._evaluate(samples)
+        slope, *directions = gradients(value, [self._phi.x, *self._phi.points])
         with torch.no_grad():
-            self._tell(phi)
+            self._tell(found)
             ends, fine = self._steps(directions)
-            fine = fine & self.fine & finite(phi)
+            fine = fine & self.fine & finite(found)
             fine = self._finish(slope, fine)
             self._move_copies(ends, fine)
 
     def whole(self, samples: list[Sample] | None) -> None:
         """The x direction and the step of x."""
-        phi, value = self._phi(samples)
-        (slope,) = gradients(value, [self._x])
+        found, value = self._evaluate(samples)
+        (slope,) = gradients(value, [self._phi.x])
         with torch.no_grad():
-            self._tell(phi)
-            self._finish(slope, self.fine & finite(phi))
+            self._tell(found)
+            self._finish(slope, self.fine & finite(found))
 
     def part(self, samples: list[Sample] | None) -> None:
         """A part of the x direction."""
-        phi, value = self._phi(samples)
-        (slope,) = gradients(value, [self._x])
+        found, value = self._evaluate(samples)
+        (slope,) = gradients(value, [self._phi.x])
         with torch.no_grad():
-            self._tell(phi)
+            self._tell(found)
             for total, more in zip(self.slope, slope, strict=True):
                 total.add_(more)
-            self.fine.logical_and_(finite(phi))
+            self.fine.logical_and_(finite(found))
 
     def end(self) -> None:
         """The step of x along the parts of its direction."""
@@ -136,14 +135,12 @@ class Pieces:
         """What is evaluated only to be reported."""
         sample = self._samples(samples)[0]
         with torch.no_grad():
-            for name, (level, y) in self.missing.items():
-                if level == "upper":
-                    share, objective, batch = sample.upper_share, self._problem.f, sample.upper
-                else:
-                    share, objective, batch = sample.lower_share, self._problem.g, sample.lower
+            for term in self.missing:
+                batch, share = term.level.on(sample)
                 if share:
-                    value = share * objective(self._x, y, batch)
-                    self._tell_one(name, value)
+                    objective = self._evaluator.problem.value
+                    value = share * objective(term.level, self._phi.x, term.y, batch)
+                    self._tell_one(term, value)
                     self.fine.logical_and_(torch.isfinite(value))
 
     def _samples(self, given: list[Sample] | None) -> list[Sample]:
@@ -152,35 +149,36 @@ class Pieces:
         assert self._feed is not None
         return self._feed.samples(self.done)
 
-    def _phi(self, samples: list[Sample] | None) -> tuple[Phi, Tensor]:
-        phi = evaluate(
-            self._problem,
-            self._stencil,
-            self._x,
-            self._points,
-            self._samples(samples),
-            rewind=_nothing,
-        )
-        return phi, phi.at(self.dials[0])
+    def _evaluate(self, samples: list[Sample] | None) -> tuple[Evaluation, Tensor]:
+        """The terms of Phi, and Phi itself at the multiplier on the dials."""
+        # nothing is drawn at random in compiled code, so there is nothing to rewind
+        found = self._evaluator.evaluate(self._phi, self._samples(samples), rewind=_nothing)
+        upper, lower = found.sum(Level.UPPER), found.sum(Level.LOWER)
+        if lower is None:
+            assert upper is not None, "a sample without any term"
+            return found, upper
+        lower = self.dials[0].to(lower.dtype) * lower
+        return found, lower if upper is None else upper + lower
 
-    def _tell(self, phi: Phi) -> None:
-        for name, term in phi.terms.items():
-            if name in self.told:
-                self._tell_one(name, term.detach())
+    def _tell(self, found: Evaluation) -> None:
+        for term, value in found.parts:
+            self._tell_one(term, value.detach())
 
-    def _tell_one(self, name: str, value: Tensor) -> None:
-        if self._in_parts:
-            self.told[name].add_(value)
-        else:
-            self.told[name].copy_(value)
+    def _tell_one(self, term: Term, value: Tensor) -> None:
+        for reported, total in self.told:
+            if reported.level is term.level and reported.y is term.y:
+                if self._in_parts:
+                    total.add_(value)
+                else:
+                    total.copy_(value)
 
     def _steps(self, directions: list[list[Tensor]]) -> tuple[list[list[Tensor]], Tensor]:
         """Where the steps of the copies end, and whether all are finite."""
-        if self._stencil.f_at_centre:
+        if self._phi.stencil.f_at_centre:
             centre = directions[-1]
             directions = [
                 [own + share * through for own, through in zip(direction, centre, strict=True)]
-                for direction, share in zip(directions, self._stencil.centre, strict=False)
+                for direction, share in zip(directions, self._phi.stencil.centre, strict=False)
             ]
         steps = [
             step(copy, direction, self.dials[2 + index], into)
@@ -196,8 +194,10 @@ class Pieces:
     def _move_copies(self, ends: list[list[Tensor]], fine: Tensor) -> None:
         for copy, end in zip(self._copies, ends, strict=True):
             move(copy, end, fine)
-        self._stencil.recentre(self._points)
-        for centre, into in zip(self._points[len(ends) :], self._y_sets[len(ends) :], strict=True):
+        self._phi.stencil.recentre(self._phi.points)
+        for centre, into in zip(
+            self._phi.points[len(ends) :], self._y_sets[len(ends) :], strict=True
+        ):
             for leaf, project in zip(centre.leaves, into, strict=True):
                 if project is not None:
                     leaf.copy_(project(leaf))
@@ -205,23 +205,23 @@ class Pieces:
     def _finish(self, slope: list[Tensor], fine: Tensor) -> Tensor:
         """Move x along its direction, or leave this to the update of x."""
         squares = [part.square().sum().to(torch.float64) for part in slope]
-        self.told["norm"].copy_(sum(squares[1:], squares[0]).sqrt())
-        end, also_fine = step(self._x, slope, self.dials[1], self._x_set)
+        self.norm.copy_(sum(squares[1:], squares[0]).sqrt())
+        end, also_fine = step(self._phi.x, slope, self.dials[1], self._x_set)
         fine = fine & also_fine
         if self._moves_x:
-            move(self._x, end, fine)
+            move(self._phi.x, end, fine)
         else:
             for total, whole in zip(self.slope, slope, strict=True):
                 total.copy_(whole)
         self.fine.copy_(fine)
         self.taken.add_(fine.to(torch.int64))
-        self.done.masked_fill_(fine, 0)  # the next step begins; a broken one knows how far it came
+        self.done.masked_fill_(fine, 0)  # a broken step keeps the number of its inner steps
         return fine
 
 
-def finite(phi: Phi) -> Tensor:
-    """Whether all terms are; their sum may overflow."""
-    fine, *others = [torch.isfinite(value) for _, value in phi.parts]
+def finite(found: Evaluation) -> Tensor:
+    """Whether all terms are finite; their sum may overflow."""
+    fine, *others = [torch.isfinite(value) for _, value in found.parts]
     for also_fine in others:
         fine = fine & also_fine
     return fine
@@ -267,9 +267,5 @@ def move(variable: Variable, end: list[Tensor], fine: Tensor) -> None:
         leaf.copy_(torch.where(fine, there, leaf))
 
 
-def _name(level: str, y: Variable) -> str:
-    return f"{level}(x, {y.name})"
-
-
 def _nothing() -> None:
-    """Nothing is drawn at random, so there is nothing to go back to."""
+    """Rewind no random generator."""

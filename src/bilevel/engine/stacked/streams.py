@@ -44,7 +44,7 @@ class Batches:
         return _joined(lambda _: next(tensors), [self.value]) if self.stacked else self.value
 
 
-class _Together(Stream, Generic[S]):
+class _StackedStream(Stream, Generic[S]):
     """The streams of all runs."""
 
     def __init__(self, streams: Sequence[S]) -> None:
@@ -66,7 +66,7 @@ class _Together(Stream, Generic[S]):
             stream.load_state_dict(position)
 
 
-class Gathered(_Together[Rows]):
+class GatheredRows(_StackedStream[Rows]):
     """Rows of tensors: those of all runs are taken at once."""
 
     def __init__(self, streams: Sequence[Rows]) -> None:
@@ -105,7 +105,7 @@ class Gathered(_Together[Rows]):
         self._numbers = Numbers(self._streams)
 
 
-class Stacked(_Together[Stream]):
+class StackedBatches(_StackedStream[Stream]):
     """Batches made run by run, each inside the run's own randomness, and then stacked."""
 
     def __init__(
@@ -136,13 +136,15 @@ class Stacked(_Together[Stream]):
         return made
 
 
-def together(streams: Sequence[Stream], inside: Sequence[AbstractContextManager[None]]) -> Stream:
+def stacked_stream(
+    streams: Sequence[Stream], inside: Sequence[AbstractContextManager[None]]
+) -> Stream:
     """The streams of all runs as one, which gives :class:`Batches`.
 
     ``inside`` is the randomness of each run.
     """
     rows = [stream for stream in streams if isinstance(stream, Rows)]
-    return Gathered(rows) if len(rows) == len(streams) else Stacked(streams, inside)
+    return GatheredRows(rows) if len(rows) == len(streams) else StackedBatches(streams, inside)
 
 
 def _stacked(batches: Sequence[Any]) -> Batches:

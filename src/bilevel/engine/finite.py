@@ -1,4 +1,4 @@
-"""Numbers that are not finite, noticed without waiting for the device."""
+"""Checks that every number of an outer step is finite, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import NonFiniteError
+from bilevel.problem import Number
 from bilevel.variables import Variable, entries, largest_entries, longest_step, require_finite
 
 
-class Watch:
+class FiniteCheck:
     """Sees to it that no number of one outer step is infinite or NaN.
 
-    Looked at ``at_once``, a number that is not finite stops the run there and then. That is right
-    on a CPU, where looking costs nothing. A device would have to be waited for; there what is seen
-    is only noted, from the first bad number on nothing moves any more, because updates are told
-    :attr:`bad`, and :meth:`read` stops the run at the end of the step or later.
+    With ``at_once`` a bad number raises where it is found, which costs nothing on a CPU. To ask a
+    device means to wait for it; there a number is only noted. From the first bad number on nothing
+    moves, because updates are given the flag :attr:`bad`, and :meth:`read` raises at the end of the
+    step or later.
 
     Args:
         step: k, for the message.
-        at_once: whether to look as soon as there is something to see.
-        before: of the step before, if that was not read yet: what is bad there is bad here.
+        at_once: whether to look at each number where it is found.
+        before: the check of the step before, if it was not read yet: what was bad there is bad here.
     """
 
-    def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
+    def __init__(self, step: int, *, at_once: bool, before: FiniteCheck | None = None) -> None:
         self._step = step
         self._at_once = at_once
         self._notes: list[tuple[list[str], Tensor]] = []
@@ -35,30 +36,32 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """k, of the outer step that it is for."""
+        """K of the outer step."""
         return self._step
 
     def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
-        """Scalars that are about to be differentiated, and what they are called, if asked."""
+        """Check scalars that are about to be differentiated; ``names`` is called only for a message."""
         looks = self._at_once and values[0].device.type == "cpu"  # a device is asked once for all
         if looks and all(math.isfinite(value.item()) for value in values):
             return
         self.numbers(names(), [value.detach() for value in values])
 
     def numbers(self, names: list[str], values: list[Tensor]) -> None:
-        """0-dimensional tensors and what they are."""
+        """Check 0-dimensional tensors of the given names."""
         if self._at_once:
             require_finite(self._step, names, values)
             return
-        seen = torch.stack(values)  # a copy: a captured graph writes its results over the last ones
+        seen = torch.stack(values)  # copied: a captured graph overwrites its last results
         fine = seen.abs().amax() < math.inf  # false for NaN, and fewer launches than isfinite
         self._fine = fine if self._fine is None else self._fine & fine
         self._notes.append((names, seen))
 
-    def gradients(self, moves: Sequence[tuple[Variable, float]], *, averaged: bool = False) -> None:
-        """Variables with gradients on their leaves, each with the length of the step to come.
+    def gradients(
+        self, moves: Sequence[tuple[Variable, Number]], *, averaged: bool = False
+    ) -> None:
+        """Check the gradients on variables, each with the length of the step along it.
 
-        A step along them must not overflow either. On several ranks they become the mean, unless
+        The step must not overflow either. On several ranks gradients become their means, unless
         they are ``averaged`` already.
         """
         by_variable = [entries(variable.grads()) for variable, _ in moves]
@@ -71,17 +74,14 @@ class Watch:
         total = sum([norm.item() for norm in torch._foreach_norm(grads)])
         longest = longest_step(grads)
         for variable, rate in moves:
-            if not abs(rate) * total <= longest:  # NaN too
-                variable.require_finite_grads(self._step, rate)
+            if not abs(rate) * total <= longest:  # also true for NaN
+                variable.require_finite_grads(self._step, float(rate))
 
     def complete(self, variable: Variable) -> None:
-        """Nothing more comes to the gradients on the leaves; on several ranks, take the mean."""
+        """The gradients on the leaves are complete; on several ranks, replace them by their means."""
 
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
-        """Variables and sums of gradients that are not on their leaves; on several ranks, the mean.
-
-        They are replaced by it.
-        """
+        """Check sums of gradients that are not on the leaves; on ranks, replace them by means."""
         for variable, tensors in parts:
             grads = entries(tensors)
             if self._at_once:
@@ -90,17 +90,17 @@ class Watch:
                 self.numbers(variable.gradient_names, largest_entries(grads))
 
     def means(self, values: list[Tensor]) -> list[Tensor]:
-        """What is reported; on several ranks, the mean."""
+        """Values to be reported; on several ranks, their means."""
         return values
 
     def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
         """The Euclidean norm of gradients, with those parts that other ranks hold."""
         return variable.norm(grads)
 
-    def steps(self, parts: Sequence[tuple[Variable, list[str], list[Tensor], float]]) -> None:
-        """Note gradients of variables, by their names, and steps of a length along them.
+    def steps(self, parts: Sequence[tuple[Variable, list[str], list[Tensor], Number]]) -> None:
+        """Note the gradients of variables, and the steps of given lengths along them.
 
-        It takes hardly more launches on a device for several than for one.
+        All are noted together, in few launches on a device.
         """
         grads = [grad for *_, own, _ in parts for grad in own]
         if not grads:
@@ -118,11 +118,11 @@ class Watch:
 
     @property
     def bad(self) -> Tensor | None:
-        """Whether something noted so far is not finite, on the device; None: nothing is."""
+        """A flag on the device: whether a noted number is not finite; None: nothing was noted."""
         return None if self._fine is None else ~self._fine
 
     def post(self) -> None:
-        """Have the answer brought from the device, so that :meth:`read` waits for no later work."""
+        """Start to copy the answer from the device, so that :meth:`read` waits for no later work."""
         if self._fine is not None and self._fine.is_cuda:
             answer = torch.empty((), dtype=torch.bool, pin_memory=True)
             answer.copy_(self._fine, non_blocking=True)
@@ -140,7 +140,7 @@ class Watch:
             fine = self._fine is None or bool(self._fine)
         if fine:
             self._notes.clear()
-            self._fine = self._posted = None  # what was read needs no second look
+            self._fine = self._posted = None
             return
         found = self._first_bad()
         if found is not None:

@@ -1,0 +1,82 @@
+"""How a run is executed: the choices that change its speed and memory, and not its algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bilevel.engine.loss_scale import LossScale
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import check_count, check_flag
+from bilevel.methods import Ability, Method, able
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Execution choices, in one place.
+
+    The arguments are described where a user meets them, in :class:`bilevel.Solver`.
+    """
+
+    compile: bool = False
+    accumulate: bool | torch.dtype = False
+    loss_scale: LossScale | None = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_flag("compile", self.compile)
+        if isinstance(self.accumulate, torch.dtype):
+            if not self.accumulate.is_floating_point:
+                raise ArgumentTypeError(
+                    f"accumulate must be True, False or a floating point type such as "
+                    f"torch.bfloat16, not {self.accumulate!r}"
+                )
+        elif not isinstance(self.accumulate, bool):
+            raise ArgumentTypeError(
+                f"accumulate must be True, False or a floating point type such as "
+                f"torch.bfloat16, not {self.accumulate!r}"
+            )
+        if not isinstance(self.loss_scale, LossScale | None):
+            raise ArgumentTypeError(
+                f"loss_scale must be None or bilevel.LossScale(...), not {self.loss_scale!r}"
+            )
+        if self.chunk_size is not None:
+            check_count("chunk_size", self.chunk_size)
+
+    def check(self, method: Method[object], *, larger_direction: bool, chunked: bool) -> None:
+        """Refuse, with the reason, what the method cannot do or what would have no effect.
+
+        Args:
+            method: the method.
+            larger_direction: whether direction_batch_size is given, whose samples come in chunks.
+            chunked: whether a minibatch can be larger than chunk_size.
+        """
+        for name, ability in (
+            ("accumulate", Ability.ACCUMULATE),
+            ("loss_scale", Ability.LOSS_SCALE),
+        ):
+            value = getattr(self, name)
+            if value:
+                refuse(method, ability, f"{name}={value!r}")
+        if self.chunk_size is None or larger_direction:
+            return
+        refuse(
+            method,
+            Ability.CHUNKS,
+            f"chunk_size={self.chunk_size!r}",
+            "or give direction_batch_size too, whose samples every method takes in parts",
+        )
+        if not chunked:
+            raise ArgumentError(
+                f"chunk_size={self.chunk_size!r} leaves minibatches whole, because they are not "
+                f"larger; give a smaller one, or direction_batch_size too"
+            )
+
+
+def refuse(method: Method[object], ability: Ability, asked: str, instead: str = "") -> None:
+    """Raise, with the reason and the methods that can, if the method lacks the ability."""
+    reason = method.why_not(ability)
+    if reason is not None:
+        advice = f"use {able(ability)}" + (f", {instead}" if instead else "")
+        raise ArgumentError(f"{asked} is not possible here: {reason}; {advice}")

@@ -1,0 +1,98 @@
+"""What an outer step reports: f and g at the lower solution, added up over parts of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.finite import FiniteCheck
+from bilevel.methods import Info, State
+from bilevel.problem import Level, Number, Objectives, Term
+from bilevel.sampling import Sample
+from bilevel.variables import buffers_kept
+
+Key: TypeAlias = tuple[Level, int]
+"""Which objective at which copy: :attr:`bilevel.problem.Term.key`."""
+
+
+def wanted(state: State) -> list[Term]:
+    """The terms that a step reports: f and g at the solution, and g at the penalised copy."""
+    terms = [Term(Level.UPPER, state.solution), Term(Level.LOWER, state.solution)]
+    if state.penalised is not None:
+        terms.append(Term(Level.LOWER, state.penalised))
+    return terms
+
+
+def info_of(
+    state: State,
+    values: Mapping[Key, Tensor],
+    direction_norm: Tensor,
+    *,
+    lower_lr: Number,
+    upper_lr: Number,
+    multiplier: Number,
+) -> Info:
+    """The report of the state's current step, from the values of the :func:`wanted` terms."""
+    upper, lower, *penalised = (values[term.key] for term in wanted(state))
+    gap = penalised[0] - lower if penalised else torch.full_like(lower, math.nan)
+    return Info(
+        state.k,
+        multiplier,
+        lower_lr,
+        upper_lr,
+        upper=upper,
+        lower=lower,
+        gap=gap,
+        direction_norm=direction_norm,
+    )
+
+
+class Report:
+    """Adds up what a step reports; what is evaluated only for the report must be finite too."""
+
+    def __init__(self, objectives: Objectives, state: State, check: FiniteCheck) -> None:
+        self._objectives = objectives
+        self._state = state
+        self._check = check
+        self._totals: dict[Key, Tensor] = {}
+
+    def add(self, sample: Sample, known: Sequence[tuple[Term, Tensor]]) -> None:
+        """One part of the samples; what is not among the ``known`` terms is evaluated."""
+        self.evaluate(sample, {term.key for term, _ in known})
+        self.take(known)
+
+    def take(self, known: Sequence[tuple[Term, Tensor]]) -> None:
+        """Count those of the terms that are reported."""
+        reported = {term.key for term in wanted(self._state)}
+        for term, value in known:
+            if term.key in reported:
+                self._count(term, value.detach())
+
+    def evaluate(self, sample: Sample, known: Collection[Key]) -> None:
+        """Evaluate the reported terms that are not ``known``, without a trace in the run."""
+        x = self._state.x
+        for term in wanted(self._state):
+            batch, share = term.level.on(sample)
+            if term.key in known or not share:
+                continue
+            objective = self._objectives.f if term.level is Level.UPPER else self._objectives.g
+            # neither the buffers nor the random state of the run may move with a report
+            cuda = [x.device] if x.device.type == "cuda" else []
+            with torch.no_grad(), buffers_kept(x, term.y), torch.random.fork_rng(cuda):
+                value = share * objective(x, term.y, batch)
+            self._check.numbers([term.name(x)], [value])
+            self._count(term, value)
+
+    def _count(self, term: Term, value: Tensor) -> None:
+        before = self._totals.get(term.key)
+        self._totals[term.key] = value if before is None else before + value
+
+    def info(self, direction: list[Tensor], **sizes: Any) -> Info:
+        """The report of the state's current step."""
+        means = self._check.means([*self._totals.values()])
+        norm = self._check.norm(self._state.x, direction)
+        return info_of(self._state, dict(zip(self._totals, means, strict=True)), norm, **sizes)

@@ -1,0 +1,125 @@
+"""What a method carries from step to step, and what one step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bilevel.errors import StateError
+from bilevel.problem import Number
+from bilevel.stepping import StepSizePolicy, Update
+from bilevel.variables import Variable, loaded, saved
+
+
+@dataclass(frozen=True)
+class Info:
+    """What one outer step reports, all at the same point (x_k, y_{k+1}, z_{k+1}).
+
+    The numbers are 0-dimensional tensors on the device of the run, so that reading them is the
+    only synchronisation. With ``measure=False`` they are None.
+
+    Attributes:
+        step: k, the number of the step.
+        multiplier: lam_k; NaN for a method that has none.
+        upper: f at the copy that solves the lower level. At the penalised copy it would look
+            better than it is, because that copy is fitted to f as well.
+        lower: g at the same copy.
+        gap: g(x, y) - g(x, z): how far the penalised copy is from solving the lower level; NaN
+            for a method that has none.
+        direction_norm: the norm of the direction in which x moved.
+        lower_lr: the step of the copy that solves the lower level, found or given; with an
+            optimizer, the learning rate of its first group.
+        upper_lr: the same for x; 0 where x rests.
+    """
+
+    step: int
+    multiplier: Number
+    lower_lr: Number
+    upper_lr: Number
+    upper: Tensor | None = None
+    lower: Tensor | None = None
+    gap: Tensor | None = None
+    direction_norm: Tensor | None = None
+
+
+P = TypeVar("P")
+
+
+@dataclass
+class State:
+    """What a method carries from step to step.
+
+    The fields of the dataclass are the declaration: variables, updates, tensors, numbers, and
+    lists, tuples and dicts of these, nested as deep as one likes. Saving, loading, clearing
+    gradients and describing a run all go by it.
+
+    Attributes:
+        x: the upper variable.
+        k: how many outer steps were taken.
+        multiplier: lam of the last step taken; 0 before the first, NaN where there is none.
+        policy: where the step sizes come from.
+        x_update: how x moves.
+    """
+
+    x: Variable
+    k: int
+    multiplier: float
+    policy: StepSizePolicy
+    x_update: Update
+
+    @property
+    def solution(self) -> Variable:
+        """The copy of the lower variable that solves the lower level."""
+        raise NotImplementedError
+
+    @property
+    def penalised(self) -> Variable | None:
+        """The copy that follows f as well as g; None where the method has none."""
+        return None
+
+    def contract_copies(self, share: float) -> None:
+        """Leave only a share of the distances between the copies and the lower solution."""
+
+    def reset_estimators(self) -> None:
+        """Forget what was estimated along the path of x, which was put elsewhere."""
+
+    def variables(self) -> list[Variable]:
+        """Every variable that the state carries."""
+        return list(_carried(self, Variable))
+
+    def updates(self) -> list[Update]:
+        """Every update that the state carries."""
+        return list(_carried(self, Update))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, copied."""
+        return {field.name: saved(getattr(self, field.name)) for field in fields(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved fields, in place."""
+        mine = [field.name for field in fields(self)]
+        if sorted(state) != sorted(mine):
+            raise StateError(
+                f"the saved state has the fields {sorted(state)}, but {type(self).__name__} has "
+                f"{sorted(mine)}; was it saved by another method?"
+            )
+        for name in mine:
+            setattr(self, name, loaded(getattr(self, name), state[name]))
+
+
+def _carried(node: Any, kind: type[P]) -> Iterator[P]:
+    """Everything of a kind in a state, at any depth."""
+    if isinstance(node, kind):
+        yield node
+    elif isinstance(node, State):
+        for field in fields(node):
+            yield from _carried(getattr(node, field.name), kind)
+    elif isinstance(node, dict):
+        for part in node.values():
+            yield from _carried(part, kind)
+    elif isinstance(node, list | tuple):
+        for part in node:
+            yield from _carried(part, kind)

@@ -1,0 +1,144 @@
+"""Curvatures of the objectives in y, from differences of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.sampling import Rewind
+from bilevel.variables import Variable, buffers_kept, differentiate, flat, held, unflat
+
+Slope: TypeAlias = Callable[[Variable], Tensor]
+"""The gradient in a variable's leaves of one objective on one sample, flat."""
+
+
+def slope_of(
+    objective: Callable[[Variable, Variable, Any], Tensor],
+    x: Variable,
+    sample: list[Any],
+    mean: Callable[[Tensor], Tensor] = torch.clone,
+) -> Slope:
+    """The gradient in y of an objective at fixed x and sample, with the same draws each time.
+
+    It leaves nothing behind: no gradient, no changed buffer.
+    """
+    rewind = Rewind(x.device)
+
+    def slope(y: Variable) -> Tensor:
+        rewind()
+        with torch.enable_grad(), held(x), buffers_kept(x, y):
+            for batch in sample:
+                value = objective(x, y, batch) / len(sample)
+                if value.requires_grad:
+                    differentiate([value], y.leaves, y.wrappers)
+        return mean(flat(y.take_grads()))
+
+    return slope
+
+
+def value_of(
+    objective: Callable[[Variable, Variable, Any], Tensor],
+    x: Variable,
+    sample: list[Any],
+    mean: Callable[[Tensor], Tensor],
+) -> Callable[[Variable], float]:
+    """The value of an objective at fixed x and sample, with the same draws each time."""
+    rewind = Rewind(x.device)
+
+    def value(y: Variable) -> float:
+        rewind()
+        with torch.no_grad(), buffers_kept(x, y):
+            here = sum(float(objective(x, y, batch)) for batch in sample) / len(sample)
+            return float(mean(torch.tensor(here, dtype=torch.float64)))
+
+    return value
+
+
+@torch.no_grad()
+def difference(slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The Hessian's product with v from a difference of gradients, ``here`` being that at y.
+
+    y is moved by a fraction of ``scale``, a length that y may be expected to change by; the cube
+    root of the precision balances rounding and curvature.
+    """
+    size = float(v.norm())
+    if not size:  # of a variable without numbers
+        return torch.zeros_like(here)
+    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
+    step, factor = v, length
+    if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
+        step, factor = v * length, 1.0  # the length overflows that type, the step does not
+    start = [leaf.clone() for leaf in y.leaves]
+    torch._foreach_add_(y.leaves, unflat(step, y.leaves), alpha=factor)
+    there = slope(y)
+    torch._foreach_copy_(y.leaves, start)
+    return there.sub_(here).div_(length)
+
+
+def size(y: Variable) -> float:
+    """The Euclidean norm of a variable."""
+    return float(torch.linalg.vector_norm(flat(y.leaves).detach()))
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """The cosine of the angle between two vectors; 1 where one of them is zero."""
+    lengths = float(a.norm() * b.norm())
+    return float(a @ b) / lengths if lengths > 0 else 1.0
+
+
+class Curvature:
+    """The largest curvature of an objective in y, by power iterations that go on through a run."""
+
+    def __init__(self, y: Variable, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = sum(leaf.numel() for leaf in y.leaves)
+        like = flat(y.leaves)
+        self.value = 0.0
+        self._vector = torch.randn(size, generator=generator).to(like)
+
+    def refine(self, slope: Slope, y: Variable, steps: int) -> None:
+        """Take a few more iterations at ``y``."""
+        here = slope(y)
+        found = self.value
+        for _ in range(steps):
+            # at the start the scale of y is not known; the first estimate of L gives it
+            scale = max(size(y), float(here.norm()) / found if found else 0.0)
+            image = difference(slope, y, here, self._vector, scale or math.sqrt(len(here)))
+            found = float(image.norm() / self._vector.norm())
+            if not (found > 0 and math.isfinite(found)):
+                return
+            self._vector = image / image.norm()
+        self.value = max(found, 0.9 * self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The estimate and its vector."""
+        return {"value": self.value, "vector": self._vector.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.value = state["value"]
+        self._vector = state["vector"].to(self._vector, copy=True)
+
+
+def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: int = 8) -> float:
+    """The eigenvalue of the Hessian minus ``shift`` that is largest in size, with its sign.
+
+    It is found by power iterations from a fixed random vector; 0 where there is no curvature.
+    """
+    here = slope(y)
+    vector = torch.randn(len(here), generator=torch.Generator().manual_seed(0)).to(here)
+    scale = size(y) or math.sqrt(len(here))
+    found = 0.0
+    for _ in range(steps):
+        vector /= vector.norm()
+        image = difference(slope, y, here, vector, scale).sub_(vector, alpha=shift)
+        length = float(image.norm())
+        if not (length > 0 and math.isfinite(length)):
+            return found
+        found = math.copysign(length, float(vector @ image))
+        vector = image
+    return found
