@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.exceptions import ArgumentError, ArgumentTypeError
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:

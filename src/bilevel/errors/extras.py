@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bilevel.errors import MissingExtraError
+from bilevel.errors.exceptions import MissingExtraError
 
 _PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # where they are imported by another name
 
