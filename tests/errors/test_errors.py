@@ -25,10 +25,13 @@ from bilevel.errors import (
     BilevelError,
     CompileWarning,
     DataExhaustedError,
+    MissingDataError,
     MissingExtraError,
     MultiplierWarning,
     NonFiniteError,
     ObjectiveError,
+    OutputError,
+    RowError,
     StateError,
 )
 
@@ -788,7 +791,10 @@ def test_a_state_of_another_problem_is_refused() -> None:
         ArgumentError("lower_lr must be positive, not 0"),
         DataExhaustedError("lower_data ended"),
         MissingExtraError("rich", "cli"),
+        MissingDataError("no such file"),
         NonFiniteError(3, "lower(x, z)"),
+        OutputError("the folder cannot be written"),
+        RowError(5, 9, (0, 3)),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel.variables import variable as variables
+from bilevel.variables import gradients
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -36,5 +36,5 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
         return engine(values, *args, **options)
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
-    monkeypatch.setattr(variables, "_engine", run)
+    monkeypatch.setattr(gradients, "_engine", run)
     return passes

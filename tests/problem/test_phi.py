@@ -12,8 +12,7 @@ import bilevel
 from bilevel.engine.watch import Watch
 from bilevel.problem import FORWARD, MIDPOINT, Phi, Stencil, Weights, central, evaluate
 from bilevel.sampling import Sample
-from bilevel.variables import Variable
-from bilevel.variables import variable as variables
+from bilevel.variables import Variable, gradients
 
 STENCILS = {"forward": FORWARD, "midpoint": MIDPOINT, "central": central(4)}
 
@@ -21,9 +20,9 @@ STENCILS = {"forward": FORWARD, "midpoint": MIDPOINT, "central": central(4)}
 @pytest.fixture(params=["torch's engine", "its public function"])
 def either_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a torch that has what is called here, and with one that has not."""
-    assert variables._engine is not None
+    assert gradients._engine is not None
     if request.param == "its public function":
-        monkeypatch.setattr(variables, "_engine", None)
+        monkeypatch.setattr(gradients, "_engine", None)
 
 
 @pytest.fixture

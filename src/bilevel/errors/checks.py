@@ -1,4 +1,4 @@
-"""Checks of arguments that several places need."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.exceptions import ArgumentError, ArgumentTypeError
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
@@ -41,8 +41,8 @@ def checked_number(name: str, value: Any, *, least: float = 0.0, above: bool = F
         raise ArgumentTypeError(f"{name} must be a number, not {value!r}")
     result = float(value)
     if not math.isfinite(result) or result < least or (above and result == least):
-        bound = f" and {'greater than' if above else 'at least'} {least:g}"
-        bound = "" if least == -math.inf else bound
+        relation = "greater than" if above else "at least"
+        bound = "" if least == -math.inf else f" and {relation} {least:g}"
         raise ArgumentError(f"{name} must be finite{bound}, not {value!r}")
     return result
 
@@ -52,23 +52,22 @@ def checked_path(name: str, value: Any) -> Path:
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
     path = Path(value)
-    if "\0" in str(path):  # which the system would not even look at
-        raise ArgumentError(f"{name} must be a path, not {value!r}, which holds a zero character")
+    if "\0" in str(path):
+        raise ArgumentError(f"{name} must be a path, not {value!r}, which holds a null character")
     return path
 
 
 def checked_device(name: str, value: Any) -> torch.device:
-    """``value`` as a device on which tensors can be."""
+    """``value`` as a device that is available."""
     if not isinstance(value, str | torch.device):
         raise ArgumentTypeError(f"{name} must be a device such as 'cpu' or 'cuda', not {value!r}")
     try:
         device = torch.device(value)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         reason = str(error).splitlines()[0]
         raise ArgumentError(
-            f"{name} must be a device that is there, such as 'cpu' or 'cuda', not {value!r} "
-            f"({reason})"
+            f"{name} must be an available device, such as 'cpu' or 'cuda', not {value!r} ({reason})"
         ) from error
     return device
 
@@ -87,6 +86,6 @@ def check_tensor(name: str, value: Any) -> None:
         kind = f"{value.dtype}, {value.layout}"
         raise ArgumentTypeError(f"{name} must be a dense floating point tensor, not {kind}")
     if value.device.type == "meta":
-        raise ArgumentError(f"{name} is on the meta device, where there are no numbers")
+        raise ArgumentError(f"{name} is on the meta device, which holds no values")
     if not bool(torch.isfinite(value).all()):
         raise ArgumentError(f"{name} holds a number that is not finite")

@@ -10,49 +10,51 @@ import os
 import sys
 import warnings
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bilevel.run.minimize import Result
+from typing import Any
 
 
 class BilevelError(Exception):
     """Base class of the library's exceptions."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default unpickling would call __init__ with the message, which it may not take.
+        return _unpickled, (type(self), self.args), self.__dict__
+
+
+def _unpickled(kind: type[BilevelError], args: tuple[Any, ...]) -> BilevelError:
+    return kind.__new__(kind, *args)
+
 
 class ArgumentError(BilevelError, ValueError):
-    """An argument has a value that cannot work; the message names both."""
+    """An argument has a value that cannot work; the message names the argument and its value."""
 
 
 class ArgumentTypeError(BilevelError, TypeError):
-    """An argument is of a kind that cannot work; the message names both."""
+    """An argument has a type that cannot work; the message names the argument and its value."""
 
 
 class RowError(ArgumentError, IndexError):
     """A row was looked up that a :class:`~bilevel.Table` does not have.
 
     Attributes:
-        row: its number.
-        rows: how many rows there are.
-        held: the first that this rank holds, and the first after them; None: it holds all.
+        row: the number of the row.
+        rows: the number of rows of the table.
+        held: the first row that this rank holds, and the first after these; None: it holds all.
     """
 
     def __init__(self, row: int, rows: int, held: tuple[int, int] | None = None) -> None:
         self.row = row
         self.rows = rows
         self.held = held
-        said = f"row {row} was looked up in a Table of {rows} rows, "
+        message = f"row {row} was looked up in a Table of {rows} rows, "
         if held is None or not 0 <= row < rows:
-            said += f"which are numbered from 0 to {rows - 1}"
+            message += f"which are numbered from 0 to {rows - 1}"
         else:
-            said += (
+            message += (
                 f"of which this rank holds those from {held[0]} to {held[1] - 1}; give each rank "
                 f"the data of its own rows, see bilevel.distributed.rows"
             )
-        super().__init__(said)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.row, self.rows, self.held)
+        super().__init__(message)
 
 
 class ObjectiveError(BilevelError, ValueError):
@@ -64,10 +66,10 @@ class StateError(BilevelError, ValueError):
 
 
 class InterruptedRunError(BilevelError):
-    """Ctrl-C or SIGTERM ended a run before its result was there.
+    """Ctrl-C or SIGTERM ended a run before it had a result.
 
     Attributes:
-        steps: that were taken, and are saved.
+        steps: how many steps were taken; they are saved.
     """
 
     def __init__(self, steps: int) -> None:
@@ -79,11 +81,11 @@ class InterruptedRunError(BilevelError):
 
 
 class CheckpointError(StateError):
-    """A checkpoint is damaged, or belongs to another run; nothing of it was loaded.
+    """A checkpoint is damaged or belongs to another run; nothing was loaded from it.
 
     Attributes:
         path: the file.
-        reason: what is wrong with it.
+        reason: what is wrong with the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -91,16 +93,13 @@ class CheckpointError(StateError):
         self.reason = reason
         super().__init__(f"the checkpoint {os.fspath(path)!r} was refused: {reason}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.reason)
-
 
 class NotConvergedError(BilevelError, RuntimeError):
     """A reference computation (an exact lower solution, say) did not reach its tolerance."""
 
 
 class MissingExtraError(BilevelError, ImportError):
-    """A feature needs a package that the plain installation does not bring."""
+    """A feature needs a package that only an extra of this library installs."""
 
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
@@ -110,40 +109,38 @@ class MissingExtraError(BilevelError, ImportError):
             f"pip install 'bilevel[{extra}]' brings it"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.package, self.extra)
-
 
 class MissingDataError(BilevelError, FileNotFoundError):
     """Files of a data set are not where they were looked for, and could not be downloaded."""
 
 
 class CorruptDataError(BilevelError, ValueError):
-    """A file of a data set is not what it should be; nothing of it was loaded."""
+    """A file of a data set has unexpected content; nothing was loaded from it."""
 
 
 class InputError(BilevelError, ValueError):
-    """Samples that were to be cleaned cannot be; the message names the file and what to do."""
+    """Samples cannot be cleaned; the message names the file and what to do."""
 
 
 class OutputError(BilevelError, OSError):
-    """Results cannot be written where they were to go; the message names the folder."""
+    """Results cannot be written; the message names the folder."""
 
 
 class DistributedError(BilevelError, RuntimeError):
-    """The ranks of a run do not agree, or one of them is gone; it is raised on every rank."""
+    """The ranks of a run do not agree, or one of them has ended; all ranks raise it."""
 
 
 class RunError(BilevelError):
-    """A run had to stop in the middle; what it had reached is not lost.
+    """A run had to stop before its end; its state is not lost.
 
     Attributes:
-        state: the state when it stopped, as :meth:`bilevel.Solver.load_state_dict` takes it.
-        result: the run up to there, when it was started by :func:`bilevel.minimize`.
+        state: the state when it stopped, for :meth:`bilevel.Solver.load_state_dict`.
+        result: the :class:`bilevel.Result` up to there, if :func:`bilevel.minimize` started the
+            run; otherwise None.
     """
 
     state: dict[str, Any] | None = None
-    result: Result | None = None
+    result: Any = None
 
 
 class DataExhaustedError(RunError, RuntimeError):
@@ -151,15 +148,15 @@ class DataExhaustedError(RunError, RuntimeError):
 
 
 class NonFiniteError(RunError, ArithmeticError):
-    """A loss or a gradient became infinite or NaN; the run stopped before it was used.
+    """A loss or a gradient became infinite or NaN; the run stopped before using it.
+
+    Its ``state`` is the last finite one.
 
     Attributes:
         step: the outer step k in which it happened.
         quantity: what was not finite, such as ``"lower(x, z)"`` or ``"the gradient of y"``.
-        state: the last finite state, as :meth:`bilevel.Solver.load_state_dict` takes it.
-        result: the run up to there, when it was started by :func:`bilevel.minimize`.
-        diagnosis: which step size is to blame, and what to use instead, when the run was started
-            by :func:`bilevel.minimize`.
+        diagnosis: which step size is the cause and what to use instead, if
+            :func:`bilevel.minimize` started the run; otherwise None.
     """
 
     diagnosis: str | None = None
@@ -175,11 +172,8 @@ class NonFiniteError(RunError, ArithmeticError):
         )
 
     def __str__(self) -> str:
-        told = super().__str__()
-        return told if self.diagnosis is None else f"{told}. Here: {self.diagnosis}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.step, self.quantity), self.__dict__
+        message = super().__str__()
+        return message if self.diagnosis is None else f"{message}. Here: {self.diagnosis}"
 
 
 class DivergenceError(RunError, ArithmeticError):
@@ -188,8 +182,6 @@ class DivergenceError(RunError, ArithmeticError):
     Attributes:
         step: how many outer steps were taken.
         diagnosis: the message without the step.
-        state: the state when it was noticed, as :meth:`bilevel.Solver.load_state_dict` takes it.
-        result: the run up to there.
     """
 
     def __init__(self, step: int, diagnosis: str) -> None:
@@ -197,16 +189,13 @@ class DivergenceError(RunError, ArithmeticError):
         self.diagnosis = diagnosis
         super().__init__(f"the run diverges at step {step}: {diagnosis}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.step, self.diagnosis), self.__dict__
-
 
 class BilevelWarning(UserWarning):
     """Base class of the library's warnings."""
 
 
 class MultiplierWarning(BilevelWarning):
-    """The multiplier decreased, which no theorem covers and the bias bound does not forgive."""
+    """The multiplier decreased, which no theorem covers and which increases the bias."""
 
 
 class ImpracticalDesignWarning(BilevelWarning):
@@ -218,7 +207,7 @@ class CompileWarning(BilevelWarning):
 
 
 class UnbatchedWarning(BilevelWarning):
-    """Runs that :func:`bilevel.minimize_many` was to take at once are taken one after another."""
+    """:func:`bilevel.minimize_many` cannot batch its runs and runs them one after another."""
 
 
 class DivergenceWarning(BilevelWarning):
@@ -226,18 +215,17 @@ class DivergenceWarning(BilevelWarning):
 
 
 class CheckpointWarning(BilevelWarning):
-    """A checkpoint could not be written or read, but the run goes on; the message says how."""
+    """A checkpoint could not be written or read; the message says how the run continues."""
 
 
 class RanksWarning(BilevelWarning):
-    """Several ranks were launched, but they do not know of each other."""
+    """Several ranks were launched, but they are not in one process group."""
 
 
 def warn(warning: BilevelWarning) -> None:
-    """Warn, at the line of the user's code from which the library was called."""
+    """Warn, with the line of the user's code that called the library."""
     frame, level = sys._getframe(), 1
-    between = {"bilevel", "contextlib", "torch"}
-    while frame.f_back is not None and _package(frame) in between:
+    while frame.f_back is not None and _package(frame) in {"bilevel", "contextlib", "torch"}:
         frame, level = frame.f_back, level + 1
     warnings.warn(warning, stacklevel=level)
 

@@ -1,18 +1,18 @@
-"""Packages that the plain installation does not bring."""
+"""Packages that only an extra of this library installs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bilevel.errors import MissingExtraError
+from bilevel.errors.exceptions import MissingExtraError
 
-_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # where they are imported by another name
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # where import names differ
 
 
 @contextmanager
 def needed(extra: str, *modules: str) -> Iterator[None]:
-    """Say which extra brings one of these ``modules``, if an import within does not find it."""
+    """Name the extra to install if an import inside does not find one of these ``modules``."""
     try:
         yield
     except ModuleNotFoundError as error:

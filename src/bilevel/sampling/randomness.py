@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 _turn: Any = threading.RLock()
-"""Whose the global generators are: there is one set of them for all threads."""
+"""Held by the thread that may use the global generators, of which the process has one set."""
 
 
 def _fresh_turn() -> None:
-    """In a child process there is no thread that could give a lock back that one held there."""
+    """Replace the lock in a forked child, where the thread that holds it does not exist."""
     global _turn
     _turn = threading.RLock()
 
@@ -25,45 +25,57 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_turn)
 
 
+def _read(cuda: torch.device | None) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if cuda is not None:
+        state["cuda"] = torch.cuda.get_rng_state(cuda)
+    return state
+
+
+def _write(state: dict[str, Tensor], cuda: torch.device | None) -> None:
+    torch.set_rng_state(state["cpu"])
+    if cuda is not None:
+        torch.cuda.set_rng_state(state["cuda"], cuda)
+
+
 class PrivateRandomness:
     """Inside, torch's global generators are this object's own; outside, they are untouched.
 
     Dropout, an objective that calls ``torch.randn`` or a DataLoader that shuffles draw from the
-    global generators. With this they are part of a run's state, and a run neither disturbs the
-    program around it nor is disturbed by it.
+    global generators. With this class they are part of a run's state, and a run and the program
+    around it do not affect each other's numbers.
 
     The generators belong to the whole process. So runs in several threads take turns, a step at a
-    time, and none sees the others' numbers. (Two things cannot be kept apart from a step: code in
-    another thread that draws from the global generators meanwhile without a run, for which a
-    ``torch.Generator`` of its own is the remedy; and an objective that waits for steps of runs in
-    other threads would wait for ever.)
+    time. There are two limits. Code in another thread that draws from the global generators
+    without a run draws from those of the step; it needs a ``torch.Generator`` of its own. And an
+    objective that waits for the steps of runs in other threads waits for ever.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
         with self._global_kept():
-            # not torch.manual_seed, which seeds every GPU of the machine
+            # torch.manual_seed would seed every GPU of the machine
             torch.default_generator.manual_seed(seed)
             if self._cuda is not None:
                 with torch.cuda.device(self._cuda):
                     torch.cuda.manual_seed(seed)
-            self._state = self._read()
+            self._state = _read(self._cuda)
         self._outside: dict[str, Tensor] | None = None
 
     def __enter__(self) -> None:
         _turn.acquire()
         try:
-            self._outside = self._read()
-            self._write(self._state)
-        except BaseException:  # an interrupt too: without the lock no other thread could go on
+            self._outside = _read(self._cuda)
+            _write(self._state, self._cuda)
+        except BaseException:  # After an interrupt, too, the other threads need the lock.
             _turn.release()
             raise
 
     def __exit__(self, *exception: object) -> None:
         assert self._outside is not None
         try:
-            self._state = self._read()
-            self._write(self._outside)
+            self._state = _read(self._cuda)
+            _write(self._outside, self._cuda)
         finally:
             _turn.release()
 
@@ -73,42 +85,28 @@ class PrivateRandomness:
         with _turn, torch.random.fork_rng(devices=cuda):
             yield
 
-    def _read(self) -> dict[str, Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._cuda is not None:
-            state["cuda"] = torch.cuda.get_rng_state(self._cuda)
-        return state
-
-    def _write(self, state: dict[str, Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(state["cuda"], self._cuda)
-
     def state_dict(self) -> dict[str, Tensor]:
         """The generators' states."""
         return {key: value.clone() for key, value in self._state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from saved states; those that torch does not take are refused by its errors."""
+        """Continue from saved states; torch raises for those that it cannot load."""
         loaded = {key: value.clone() for key, value in state.items()}
         with self._global_kept():
-            self._write(loaded)
+            _write(loaded, self._cuda)
         self._state = loaded
 
 
 class Rewind:
-    """Calling it puts torch's global generator back to where it was when this was made.
+    """When called, sets torch's global generators back to where they were when it was made.
 
-    Copies that are evaluated on the same samples must also see the same dropout masks, or the
-    multiplier amplifies the difference of two masks as it would that of two samples.
+    Copies that are evaluated on the same samples must also see the same dropout masks; otherwise
+    the multiplier amplifies the difference of two masks as it would that of two samples.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        self._state = torch.default_generator.get_state()
-        self._cuda_state = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+        self._state = _read(self._cuda)
 
     def __call__(self) -> None:
-        torch.default_generator.set_state(self._state)
-        if self._cuda_state is not None and self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda_state, self._cuda)
+        _write(self._state, self._cuda)

@@ -1,5 +1,15 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
+from bilevel.variables.contexts import buffers_copied, buffers_kept, held, substituted
+from bilevel.variables.gradients import (
+    differentiate,
+    first_not_finite,
+    largest_entries,
+    longest_step,
+    norm,
+    require_finite,
+)
+from bilevel.variables.layout import Averaged
 from bilevel.variables.shards import fill, is_sharded, part_of, placed_as, row_parts
 from bilevel.variables.sparse import (
     Total,
@@ -13,20 +23,7 @@ from bilevel.variables.sparse import (
 )
 from bilevel.variables.state import Stateful, loaded, saved
 from bilevel.variables.table import Table
-from bilevel.variables.variable import (
-    Averaged,
-    Variable,
-    buffers_copied,
-    buffers_kept,
-    differentiate,
-    first_not_finite,
-    held,
-    largest_entries,
-    longest_step,
-    norm,
-    require_finite,
-    substituted,
-)
+from bilevel.variables.variable import Variable
 from bilevel.variables.vectors import conjugate_gradients, flat, unflat
 
 __all__ = [

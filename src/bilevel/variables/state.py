@@ -1,4 +1,4 @@
-"""State dictionaries: what a run carries, copied into plain types, and taken over again."""
+"""State dictionaries: the state of a run, saved as plain types and tensors, and loaded again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bilevel.variables.shards import fill
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that saves and loads itself."""
+    """Anything with a ``state_dict`` that it can load."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -19,7 +19,7 @@ class Stateful(Protocol):
 
 
 def saved(value: Any) -> Any:
-    """``value`` as it goes into a state dict: copied, and of plain types and tensors only."""
+    """A copy of ``value`` for a state dict: plain types and tensors only."""
     if isinstance(value, Stateful):
         return value.state_dict()
     if isinstance(value, Tensor):
@@ -32,7 +32,7 @@ def saved(value: Any) -> Any:
 
 
 def loaded(mine: Any, theirs: Any) -> Any:
-    """``mine`` after it has taken over what :func:`saved` made of its like, in place if it can."""
+    """``mine`` with the values that :func:`saved` gave, in place if possible."""
     if isinstance(mine, Stateful):
         mine.load_state_dict(theirs)
         return mine

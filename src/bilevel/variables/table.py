@@ -1,4 +1,4 @@
-"""Table: per-sample parameters, looked up by number."""
+"""Table: one row of parameters for each sample, looked up by number."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from bilevel.variables.sparse import by_rows
 
 
 class Table(nn.Module):
-    """One row of parameters for each sample, of which a step moves only those it looked up.
+    """One row of parameters for each sample; a step moves only the rows that were looked up.
 
-    In an objective ``table[index]`` are the rows with the numbers ``index``, in its shape, followed
-    by that of a row. Their gradients come back by row, however often a row is looked up, and the
-    step of the variable, its set and its optimizer see these rows alone. So time per step and
-    memory beside the rows themselves depend on the batch, not on the number of rows.
+    In an objective, ``table[index]`` has the shape of ``index`` followed by that of a row. The
+    gradient holds the rows that were looked up, each once, and the step of the variable, its set
+    and its optimizer see these rows alone. So the time of a step, and its memory beside the rows
+    themselves, depend on the batch and not on the number of rows.
 
     A table may be x, y, a part of a tree, or a part of an ``nn.Module``. What is handed back is a
-    table again; ``table.values`` is the tensor. The whole of it may be used in an objective as
-    well, at the cost of the whole. A number that is no row is refused (on a GPU by the device, as
-    for any tensor, because to look at it first would mean to wait for it).
+    table again; ``table.values`` is the tensor. An objective may also use all of it, at the cost
+    of all of it. A number that is no row is refused (on a GPU by the device, as for any tensor,
+    because checking it first would mean to wait for the device).
 
-    Some things touch every row by their nature, and then cost the table in every step: a
-    ``direction_batch_size="all"``, momentum (``F3SA``, ``MASOBA``, ``F2BA`` with ``acceleration``),
-    and ``select="best"`` or ``"random"``, each of which also holds whole copies. Where y is a
-    table: ``F2SA`` with another scheme than "forward", ``MEHA``, ``BOME``, ``VPBGD`` with
-    ``start="y"``, all methods that need second derivatives, and now and then ``lower_lr="auto"``.
+    Some settings touch every row by their nature, so that every step costs the whole table:
+    ``direction_batch_size="all"``, momentum (``F3SA``, ``MASOBA``, ``F2BA`` with
+    ``acceleration``), and ``select="best"`` or ``"random"``, each of which also holds whole
+    copies. Where y is a table: ``F2SA`` with another scheme than "forward", ``MEHA``, ``BOME``,
+    ``VPBGD`` with ``start="y"``, all methods that need second derivatives, and at times
+    ``lower_lr="auto"``.
 
-    The step of x has to be given, as ``upper_lr`` or by an optimizer, unless every direction is
-    over all samples: "auto" learns it from directions that have rows in common. An optimizer has to
-    know sparse gradients: ``torch.optim.SparseAdam`` (two more numbers for each parameter),
-    ``Adagrad`` (one more), and ``SGD`` without momentum do. A set has to treat each row alone, see
-    :mod:`bilevel.sets`.
+    The step size of x has to be given, as ``upper_lr`` or by an optimizer, unless every direction
+    is over all samples: "auto" learns it from directions that have rows in common. An optimizer
+    has to support sparse gradients: ``torch.optim.SparseAdam`` (two more numbers for each
+    parameter), ``Adagrad`` (one more), and ``SGD`` without momentum do. A set has to treat each
+    row alone, see :mod:`bilevel.sets`.
 
     On several ranks a table is divided by rows: each rank gives ``values`` of its own rows, which
-    :func:`bilevel.distributed.rows` names, and looks up only these, by their numbers in the whole.
-    No other rank ever needs them, so they are not sent anywhere.
+    :func:`bilevel.distributed.rows` names, and looks up only these, by their numbers in the whole
+    table. Rows are never sent to another rank.
 
     Args:
         values: the rows to start from, a floating point tensor whose first dimension counts them.
             It is not copied here; a run copies it once.
         first: the number of the first of these rows.
-        rows: how many rows there are on all ranks together. None: no more than these.
+        rows: the number of rows on all ranks together. None: these are the last.
 
     Example:
         A weight for each of a million samples, a hundred of which are in a batch:
@@ -96,7 +97,7 @@ class Table(nn.Module):
 
     @property
     def divided(self) -> bool:
-        """Whether there are rows that another rank holds."""
+        """Whether other ranks hold rows of it."""
         return self.rows > len(self.values)
 
     def __len__(self) -> int:
@@ -104,12 +105,12 @@ class Table(nn.Module):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the values: the number of rows, then the shape of a row."""
+        """The shape of the values: the number of rows, then the shape of a row."""
         return self.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
+        """The type of the values."""
         return self.values.dtype
 
     @property
@@ -141,7 +142,7 @@ class Table(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a tensor, whose gradient is that of these rows alone."""
+    """Looks up rows of a tensor; its gradient is sparse and holds these rows."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: Tensor) -> Tensor:
@@ -153,14 +154,14 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        # what is to be differentiated again, or passed on to where the values came from, is dense
+        # A gradient that is differentiated again or flows on into another graph must be dense.
         if ctx.is_leaf and not torch.is_grad_enabled():
             return by_rows(rows, gradient, ctx.shape), None
         return gradient.new_zeros(ctx.shape).index_put((rows,), gradient, accumulate=True), None
 
 
 def _row_numbers(index: Any, count: int, device: torch.device) -> Tensor:
-    """What stands in the brackets as a tensor of whole numbers."""
+    """The index of a lookup as a tensor of whole numbers."""
     if isinstance(index, slice):
         return torch.arange(*index.indices(count), device=device)
     if not isinstance(index, Tensor | np.ndarray | np.integer | int | list):
@@ -169,13 +170,11 @@ def _row_numbers(index: Any, count: int, device: torch.device) -> Tensor:
             f"{index!r}; what is inside a row is taken afterwards, as in table[index][..., 0]"
         )
     numbers = torch.as_tensor(index, device=device)
-    if numbers.dtype in _NOT_NUMBERS or numbers.is_floating_point() or numbers.is_complex():
+    # bool and uint8 are masks to torch
+    masks = (torch.bool, torch.uint8)
+    if numbers.dtype in masks or numbers.is_floating_point() or numbers.is_complex():
         raise ArgumentTypeError(
             f"a Table is looked up by the numbers of its rows, but the index has dtype "
             f"{numbers.dtype}; give whole numbers (.long()), and for a mask mask.nonzero()[:, 0]"
         )
     return numbers.long()
-
-
-_NOT_NUMBERS = (torch.bool, torch.uint8)
-"""Both are masks to torch."""

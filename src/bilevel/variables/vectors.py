@@ -17,7 +17,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat vector in the shapes and dtypes of the tensors."""
+    """The parts of a flat vector, in the shapes and dtypes of the tensors ``like``."""
     parts = torch.split(vector, [tensor.numel() for tensor in like])
     return [
         part.reshape(tensor.shape).to(tensor.dtype)
@@ -37,8 +37,8 @@ def conjugate_gradients(
     Args:
         product: v -> H v.
         b: the right hand side.
-        steps: at most so many; along a direction without positive curvature they end early, and
-            what is found by then is the answer. None: to the last digit, and such a direction
+        steps: the most iterations; a direction without positive curvature ends them early, and
+            the iterate so far is the answer. None: to machine precision, and such a direction
             raises :class:`~bilevel.errors.NotConvergedError`.
         start: where to start. None: at zero, which saves a product.
     """
@@ -49,7 +49,7 @@ def conjugate_gradients(
     eps = torch.finfo(b.dtype).eps
     target = (10 * eps) ** 2 * (b @ b)
     steepest = 0.0
-    # to the last digit, rounding may ask for many more than len(b)
+    # To machine precision, rounding errors may require many more iterations than len(b).
     for _ in range(10 * len(b) + 10_000 if steps is None else steps):
         if squared <= target:
             break

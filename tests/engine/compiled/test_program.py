@@ -25,6 +25,7 @@ from bilevel import F2SA, Problem, Solver
 from bilevel.engine.compiled import feed, gathering, pieces, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
+from bilevel.sampling import Rows
 from bilevel.stepping.schedules import Power
 from tests.engine.compiled import common
 from tests.engine.compiled.common import (
@@ -95,7 +96,7 @@ def test_every_kind_of_data_gives_the_same_samples(name: str, coupling: Any) -> 
 @graphs
 @gathered
 def test_blocks_of_row_numbers_end_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bilevel.streams, "_BLOCK", 30)
+    monkeypatch.setattr("bilevel.sampling.indexed._BLOCK", 30)
     runs = [solver(SCHEMES["independent"], compile=c) for c in (False, True)]
     assert_same(runs, 10)
 
@@ -362,7 +363,7 @@ def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> N
     """Each evaluation reads another row; the bad one is that of an inner step or of x."""
     rows = torch.arange(1.0, 9.0)[:, None].expand(8, 3).double().contiguous()
 
-    class InOrder(bilevel.streams.Rows):
+    class InOrder(Rows):
         def _refill(self, size: int) -> None:
             super()._refill(8)
             self._block, self._drawn = torch.arange(8), 8

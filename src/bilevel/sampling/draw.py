@@ -1,0 +1,131 @@
+"""Draw: the samples of both levels, as an algorithm asks for them.
+
+An algorithm asks for the samples of an inner step, and for the samples behind an x direction,
+which may be many more and then come in parts.
+
+Sharing. With ``shared=True`` all copies of the lower variable are evaluated on the same samples,
+so that the noise of lam * (g(x, y) - g(x, z)) cancels instead of growing with lam^2; with
+``shared=False`` every term has its own, as in the paper's Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+from bilevel.sampling.rows import batch_parts
+from bilevel.sampling.stream import DirectionSize, Stream
+
+Nodes: TypeAlias = Sequence[tuple[bool, bool]]
+"""For each copy of the lower variable whether f, and whether g, is evaluated at it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the terms of one copy are evaluated on.
+
+    A share below 1 marks a part of a larger batch: the term counts with that weight. A share of 0
+    means that the term is absent.
+    """
+
+    upper: Any
+    lower: Any
+    upper_share: float = 1.0
+    lower_share: float = 1.0
+
+
+_ABSENT = Sample(None, None, 0.0, 0.0)
+
+
+class Draw:
+    """The samples of both levels.
+
+    Args:
+        upper: the stream behind f.
+        lower: the stream behind g.
+        direction_batch_size: how many samples are behind an x direction; None: one batch.
+        chunk_size: the largest part in which those are evaluated.
+        chunked: whether minibatches too may be larger than that and are split.
+    """
+
+    def __init__(
+        self,
+        upper: Stream,
+        lower: Stream,
+        direction_batch_size: DirectionSize = None,
+        chunk_size: int | None = None,
+        chunked: bool = False,
+    ) -> None:
+        self.upper = upper
+        self.lower = lower
+        self.direction_batch_size = direction_batch_size
+        self.chunk_size = chunk_size
+        self.chunked = chunked
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether all samples are behind every x direction."""
+        full = self.upper.deterministic and self.lower.deterministic
+        return full or self.direction_batch_size == "all"
+
+    def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
+        """For each copy its sample for one inner step."""
+        if shared:
+            return [Sample(self.upper.next(), self.lower.next())] * len(nodes)
+        return [
+            Sample(self.upper.next() if f else None, self.lower.next() if g else None)
+            for f, g in nodes
+        ]
+
+    def inner_parts(self, nodes: Nodes, shared: bool) -> list[list[Sample]]:
+        """:meth:`inner` in parts, for each part one sample per copy."""
+        samples = self.inner(nodes, shared)
+        if not self.chunked:
+            return [samples]
+        # Copies with one sample get the same objects as parts, because sharing is told by identity.
+        parts = {id(sample): list(self._split(sample)) for sample in samples}
+        of_copies = (parts[id(sample)] for sample in samples)
+        return [list(part) for part in zip_longest(*of_copies, fillvalue=_ABSENT)]
+
+    def _split(self, sample: Sample) -> Iterator[Sample]:
+        chunk = self.chunk_size
+        return _paired(batch_parts(sample.upper, chunk), batch_parts(sample.lower, chunk))
+
+    def direction(self, nodes: Nodes, shared: bool) -> Iterator[list[Sample]]:
+        """The samples behind one x direction: in parts, for each part one sample per copy."""
+        if self.direction_batch_size is None and self.chunked:
+            yield from self.inner_parts(nodes, shared)
+        elif shared:
+            for sample in self._parts(True, True):
+                yield [sample] * len(nodes)
+        else:
+            for part in zip_longest(*(self._parts(f, g) for f, g in nodes), fillvalue=_ABSENT):
+                yield list(part)
+
+    def _parts(self, with_upper: bool, with_lower: bool) -> Iterator[Sample]:
+        size, chunk = self.direction_batch_size, self.chunk_size
+        return _paired(
+            self.upper.parts(size, chunk) if with_upper else (),
+            self.lower.parts(size, chunk) if with_lower else (),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions of both streams."""
+        return {"upper": self.upper.state_dict(), "lower": self.lower.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from saved positions."""
+        self.upper.load_state_dict(state["upper"])
+        self.lower.load_state_dict(state["lower"])
+
+
+def _paired(
+    uppers: Iterable[tuple[Any, float]], lowers: Iterable[tuple[Any, float]]
+) -> Iterator[Sample]:
+    """Parts of both levels side by side; where one level has fewer, its term is absent."""
+    for (upper, upper_share), (lower, lower_share) in zip_longest(
+        uppers, lowers, fillvalue=(None, 0.0)
+    ):
+        yield Sample(upper, lower, upper_share, lower_share)

@@ -1,0 +1,122 @@
+"""Stream: the batches of one level; and the streams of no data and of a function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import ArgumentError
+
+DirectionSize: TypeAlias = int | Literal["all"] | None
+"""How many samples are behind an x direction; None: one batch."""
+
+PROBES = 8
+"""The most minibatches in a probe, which stands for all data."""
+
+
+class Stream(ABC):
+    """The batches of one level.
+
+    Attributes:
+        sampled_here: whether the stream, not the data, decides the size of a batch.
+    """
+
+    sampled_here = False
+
+    @abstractmethod
+    def next(self) -> Any:
+        """The next batch."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every batch is the same."""
+        return False
+
+    @abstractmethod
+    def peek(self) -> Any:
+        """A batch such as :meth:`next` could give, without moving the stream."""
+
+    @property
+    def probed(self) -> bool:
+        """Whether :meth:`probe` is available."""
+        return True
+
+    def probe(self) -> list[Any]:
+        """A few batches, the same ones in every call, in a resumed run too."""
+        return [self.peek()]
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
+        if size is not None:
+            raise ArgumentError(
+                f"direction_batch_size={size!r} needs data that can be indexed (tensors or a "
+                f"Dataset) or, for 'all', gone through again (a DataLoader or a list of batches)"
+            )
+        yield self.next(), 1.0
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the stream."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position."""
+
+
+class NoData(Stream):
+    """The stream of an objective without data: every batch is None."""
+
+    deterministic = True
+
+    def next(self) -> None:
+        return None
+
+    def peek(self) -> None:
+        return None
+
+    def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
+        yield None, 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Sampled(Stream):
+    """Batches made by a function of a generator: ``sample(generator) -> batch``."""
+
+    def __init__(
+        self, sample: Callable[[torch.Generator], Any], seed: int, device: torch.device
+    ) -> None:
+        self._sample = sample
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._origin = self._generator.get_state()
+
+    def next(self) -> Any:
+        return self._sample(self._generator)
+
+    def peek(self) -> Any:
+        return self._sample_from(self._generator.get_state(), 1)[0]
+
+    def probe(self) -> list[Any]:
+        return self._sample_from(self._origin, PROBES)
+
+    def _sample_from(self, state: Tensor, count: int) -> list[Any]:
+        now = self._generator.get_state()
+        self._generator.set_state(state)
+        batches = [self._sample(self._generator) for _ in range(count)]
+        self._generator.set_state(now)
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state(), "origin": self._origin.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+        self._origin = state["origin"].clone()

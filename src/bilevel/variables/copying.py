@@ -1,0 +1,94 @@
+"""Copies of trees, tensors and modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import ArgumentTypeError, CompileWarning, warn
+from bilevel.variables.tree import map_tree, walk
+
+
+def copy_tree(
+    tree: Any, moved: set[int], device: torch.device | None, *, share_frozen: bool
+) -> Any:
+    """A copy of a tree of tensors and modules, on ``device`` (None: where each of them is).
+
+    A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
+
+    Args:
+        tree: what is copied.
+        moved: the ids of the tensors that will be changed, and so may never be shared.
+        device: where the copy is put.
+        share_frozen: whether the copy uses the other parameters of the original that require no
+            gradient; only without a ``device``.
+    """
+    copies: dict[int, Any] = {}
+    nodes = [node for _, node in walk(tree, "")]
+    # Modules come first: a parameter that also stands beside its module stays a parameter of it.
+    for node in sorted(nodes, key=lambda node: isinstance(node, Tensor)):
+        if id(node) in copies:
+            continue
+        if isinstance(node, Tensor):
+            copies[id(node)] = node.detach().to(
+                device=device, copy=True, memory_format=torch.contiguous_format
+            )
+            continue
+        if share_frozen and device is None:
+            frozen = (p for p in node.parameters() if not p.requires_grad)
+            copies.update((id(p), p) for p in frozen if id(p) not in moved)
+        copies[id(node)] = _copy_module(node, copies, device)
+
+    def copy_of(node: Tensor | nn.Module) -> Any:
+        found = copies[id(node)]
+        # One torch.zeros(3) given for two parts of a tree is two variables.
+        return found if isinstance(node, nn.Module | nn.Parameter) else found.clone()
+
+    return map_tree(tree, copy_of)
+
+
+def _copy_module(
+    module: nn.Module, copies: dict[int, Any], device: torch.device | None
+) -> nn.Module:
+    copied = copy.deepcopy(module, copies)  # This copies neither gradients nor compiled code.
+    _compile_like(copied, module)
+    return copied if device is None else copied.to(device)
+
+
+def _compile_like(copied: nn.Module, original: nn.Module) -> None:
+    """Compile the parts of a copy that ``module.compile()`` compiled in place in the original."""
+    parts = dict(copied.named_modules())
+    for name, part in original.named_modules():
+        compiled = part._compiled_call_impl
+        if compiled is None:
+            continue
+        # torch keeps the arguments of compile() only in the closure of the compiled call.
+        cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+        compiler = next((cell.cell_contents for free, cell in cells if free == "self"), None)
+        if not callable(compiler):
+            warn(
+                CompileWarning(
+                    f"{type(part).__name__}.compile() of this version of torch cannot be repeated "
+                    f"on a copy, so the copy runs without it; give torch.compile(module) instead"
+                )
+            )
+            return
+        parts[name]._compiled_call_impl = compiler(parts[name]._call_impl)
+
+
+def check_builder(build: Callable[[], Any], name: str) -> None:
+    """Refuse a function that cannot be called without arguments."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must be tensors, a module, or a function without arguments that builds these, "
+            f"not {build!r} ({error})"
+        ) from error
+    except ValueError:  # Some callables have no signature; an error then comes from the call.
+        return

@@ -1,0 +1,96 @@
+"""How the tensors of a variable lie on several ranks, and who averages their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bilevel.errors import ArgumentError
+from bilevel.variables.shards import is_sharded, row_part
+from bilevel.variables.table import Table
+
+
+class Averaged(Enum):
+    """Who makes the gradient of a leaf the mean over the ranks.
+
+    Attributes:
+        who: in words, for messages.
+        parted: whether each rank holds only a part of the leaf.
+    """
+
+    HERE = ("every rank holds it, and its run averages", False)
+    BY_WRAPPER = ("DistributedDataParallel", False)
+    IN_PARTS = ("fully_shard", True)
+    BY_NOBODY = ("the rows are of this rank alone", True)
+
+    def __init__(self, who: str, parted: bool) -> None:
+        self.who = who
+        self.parted = parted
+
+
+class Layout:
+    """How the leaves of a variable lie on several ranks.
+
+    Attributes:
+        averaged: for each leaf who averages its gradient over the ranks.
+        wrappers: the ``DistributedDataParallel`` modules.
+        sharded: the modules that ``fully_shard`` has divided.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        self.wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        self.sharded = [part for part in parts if callable(getattr(part, "reshard", None))]
+        self._tables = {
+            id(part.values): part for part in parts if isinstance(part, Table) and part.divided
+        }
+        wrapped = {id(leaf) for wrapper in self.wrappers for leaf in wrapper.parameters()}
+        self.averaged = [self._averaged(leaf, wrapped) for leaf in leaves]
+
+    def _averaged(self, leaf: Tensor, wrapped: set[int]) -> Averaged:
+        if is_sharded(leaf):
+            return Averaged.IN_PARTS
+        if id(leaf) in self._tables:
+            return Averaged.BY_NOBODY
+        return Averaged.BY_WRAPPER if id(leaf) in wrapped else Averaged.HERE
+
+    def check(self, name: str, leaves: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse what cannot be run on several ranks, in the variable ``name``."""
+        for path, leaf in leaves:
+            if is_sharded(leaf) and not (self.sharded and _sharded_by_rows(leaf)):
+                raise ArgumentError(
+                    f"{path} is a DTensor with the placements "
+                    f"{getattr(leaf, 'placements', None)}; only modules that fully_shard has "
+                    f"divided along the first dimension are supported"
+                )
+        for wrapper in self.wrappers:
+            for option in ("gradient_as_bucket_view", "static_graph"):
+                if getattr(wrapper, option):
+                    raise ArgumentError(
+                        f"{name} holds DistributedDataParallel({option}=True), but a step has "
+                        f"several backward passes and keeps the gradients of each; leave it out"
+                    )
+
+    def reshard(self) -> None:
+        """Make ``fully_shard`` drop the whole tensors it keeps, and gather its shards anew."""
+        for module in self.sharded:
+            module.reshard()  # type: ignore[operator]
+
+    def whole(self, leaf: Tensor, part: Tensor) -> Tensor:
+        """``part``, shaped as ``leaf``; as a DTensor if that is a table divided over the ranks."""
+        table = self._tables.get(id(leaf))
+        return part if table is None else row_part(part, table.rows)
+
+    def shape(self, leaf: Tensor) -> tuple[int, ...]:
+        """The shape of ``leaf``, with the rows that other ranks hold."""
+        table = self._tables.get(id(leaf))
+        return tuple(leaf.shape) if table is None else (table.rows, *leaf.shape[1:])
+
+
+def _sharded_by_rows(leaf: Any) -> bool:
+    """Whether each rank holds consecutive rows of a DTensor."""
+    return len(leaf.placements) == 1 and leaf.placements[0].is_shard(0)
