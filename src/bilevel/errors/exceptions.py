@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bilevel.run.minimize import Result
+    from bilevel.run import Result
 
 
 class BilevelError(Exception):

@@ -24,6 +24,7 @@ from bilevel.errors import NonFiniteError, StateError
 from bilevel.methods.refusals import refuse_foreign
 from bilevel.problem import Problem
 from bilevel.sampling import Draw, Sample
+from bilevel.stepping.updates import Update
 from bilevel.variables import Variable, buffers_kept, loaded, saved
 
 if TYPE_CHECKING:
@@ -119,6 +120,14 @@ class State:
         """The copy that follows f as well as g; None where the method has none."""
         return None
 
+    def variables(self) -> list[Variable]:
+        """Every variable that the state carries."""
+        return [part for part in _parts(vars(self)) if isinstance(part, Variable)]
+
+    def updates(self) -> list[Update]:
+        """Every update that the state carries."""
+        return [part for part in _parts(vars(self)) if isinstance(part, Update)]
+
     def draw_together(self, share: float) -> None:
         """Leave only a share of the distances between the copies and the lower solution."""
 
@@ -139,6 +148,16 @@ class State:
             )
         for name in mine:
             setattr(self, name, loaded(getattr(self, name), state[name]))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
 
 
 S = TypeVar("S", bound=State)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from bilevel.engine.ranks import Team
 from bilevel.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -22,15 +23,23 @@ from bilevel.errors.checks import check_count, checked_number
 from bilevel.run.checkpoint.file import PART
 from bilevel.run.checkpoint.shared import read_any, remove, write_any
 
-if TYPE_CHECKING:
-    from bilevel.engine.ranks import Team
-
 _NAME = re.compile(r"step-(\d{12,})(\.safetensors)?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Where and how often :func:`bilevel.minimize` saves a run.
+
+    The run is saved every minute, at its start and at its end (needs ``bilevel[checkpoint]``).
+    Called again with the same arguments, the run goes on from the newest file that is there and
+    sound, and ends with the same bits as one that was never stopped; a run that is complete returns
+    at once, and with more ``steps`` goes on, as does one that its callback ended. Files of another
+    run are refused, see :meth:`bilevel.Solver.load`. If a file cannot be written later on (the disk
+    is full, say), the run goes on after a :class:`bilevel.errors.CheckpointWarning`.
+
+    Ctrl-C or SIGTERM ends the run after the step that is being taken, with everything saved and the
+    outcome INTERRUPTED; a second one ends it at once. (This is so in the main thread, where the
+    program has no handlers of its own.)
 
     Args:
         folder: of this run alone; it is made if it is not there. On several ranks, one that all of
@@ -115,11 +124,7 @@ class Folder:
             CheckpointError: there are files, but none can be read.
             OutputError: the folder cannot be one.
         """
-        if self._team is None:
-            files = self._tidied()
-        else:  # what one rank sees, all see
-            team = self._team
-            files = team.told(team.together(lambda: {} if team.rank else self._tidied()))
+        files = self._tidied_on_the_first_rank()
         refused = []
         for step, path in sorted(files.items(), reverse=True):
             try:
@@ -138,6 +143,13 @@ class Folder:
                 f"{refused[0]}. To begin anew, name another folder",
             )
         return None
+
+    def _tidied_on_the_first_rank(self) -> dict[int, Path]:
+        """The checkpoints as the first rank sees them, so that all ranks read the same one."""
+        team = self._team
+        if team is None:
+            return self._tidied()
+        return team.told(team.together(lambda: {} if team.rank else self._tidied()))
 
     def _tidied(self) -> dict[int, Path]:
         """The checkpoints by their steps; what a run that was killed left is removed."""

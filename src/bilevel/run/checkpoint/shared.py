@@ -17,26 +17,31 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bilevel.engine.ranks import Team
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
 from bilevel.variables import is_sharded, row_parts
 
-if TYPE_CHECKING:
-    from bilevel.engine.ranks import Team
+T = TypeVar("T")
 
 OWN = "own"
-"""What in a checkpoint each rank has for itself."""
+"""The key of what differs between the ranks: their data and their random generators."""
 
 _INDEX = "run.safetensors"
+
+
+def on_every_rank(team: Team | None, action: Callable[[], T]) -> T:
+    """Do something that may fail; where it fails on one rank, every rank raises."""
+    return action() if team is None else team.together(action)
 
 
 def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None:
@@ -100,7 +105,7 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged; on every rank.
     """
     if not (path / _INDEX).is_file():
-        return read(path) if team is None else team.together(lambda: read(path))
+        return on_every_rank(team, lambda: read(path))
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -117,7 +122,7 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
                 path, f"its description is wrong: {type(error).__name__}: {error}"
             ) from error
 
-    reader, text, divided = opened() if team is None else team.together(opened)
+    reader, text, divided = on_every_rank(team, opened)
     tensors = {
         name: row_parts(shape, dtype)
         if team is not None and name in divided
@@ -145,7 +150,7 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
             ) from error
         return content | ({OWN: own} if own else {})
 
-    return whole() if team is None else team.together(whole)
+    return on_every_rank(team, whole)
 
 
 def remove(path: Path) -> None:
