@@ -81,7 +81,7 @@ class Run:
 def run(method: Method[Any]) -> Run:
     """One method from the start, with nothing to help it."""
     problem = valley()
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     path, upper = [problem.y0], [problem.upper(problem.x0, problem.y0, None)]
     try:
         for _ in range(STEPS):

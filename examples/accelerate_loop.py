@@ -44,9 +44,9 @@ def solver(accelerator: Accelerator, steps: int) -> bilevel.Solver:
     )
     made = bilevel.Solver(
         problem(),
-        method(steps),
         torch.zeros(SOURCES),
         model(),
+        method=method(steps),
         upper_data=target,
         lower_data=training,
         device=accelerator.device,

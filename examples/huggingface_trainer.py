@@ -38,9 +38,9 @@ class BilevelTrainer(Trainer):  # type: ignore[misc]
         if self.solver is None:
             self.solver = bilevel.Solver(
                 problem(),
-                method(self.state.max_steps),
                 torch.zeros(SOURCES, device=self.args.device),
                 self.accelerator.unwrap_model(model),
+                method=method(self.state.max_steps),
                 upper_data=DataLoader(self.eval_dataset, batch_size=16, shuffle=True),
                 lower_data=lambda _: (self.batch["tokens"], self.batch["source"]),
                 device=self.args.device,

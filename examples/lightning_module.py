@@ -58,9 +58,9 @@ class Mixture(lightning.LightningModule):  # type: ignore[misc]
         if self.solver is None:
             self.solver = bilevel.Solver(
                 problem(),
-                method(self.steps),
                 torch.zeros(SOURCES, device=self.device),
                 self.model,
+                method=method(self.steps),
                 upper_data=DataLoader(TensorDataset(target_rows()), batch_size=16, shuffle=True),
                 lower_data=lambda _: self.batch,
                 device=self.device,

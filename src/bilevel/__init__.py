@@ -33,12 +33,17 @@ from bilevel.mixing import DataMixer, Mixture
 from bilevel.problem import Problem, sets
 from bilevel.problems import diagnostics
 from bilevel.problems.diagnostics import check_hypergradient, hypergradient
-from bilevel.run import loggers
+from bilevel.run import (
+    Checkpoint,
+    Outcome,
+    Result,
+    Results,
+    Solver,
+    loggers,
+    minimize,
+    minimize_many,
+)
 from bilevel.run._version import __version__
-from bilevel.run.checkpoint import Checkpoint
-from bilevel.run.many import Results, minimize_many
-from bilevel.run.minimize import Outcome, Result, minimize
-from bilevel.run.solver import Solver
 from bilevel.stepping import schedules
 from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.variables import Table

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from bilevel.benchmarks import many
 from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
-from bilevel.run.many import minimize_many
-from bilevel.run.minimize import minimize
+from bilevel.run import minimize, minimize_many
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many.py"
 

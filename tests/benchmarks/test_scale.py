@@ -14,7 +14,7 @@ from bilevel.benchmarks import scale
 from bilevel.benchmarks.overhead.task import Task
 from bilevel.cli.app import app
 from bilevel.errors import ArgumentError
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 
 @pytest.fixture

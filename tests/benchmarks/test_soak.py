@@ -8,7 +8,7 @@ from bilevel.benchmarks import soak
 from bilevel.benchmarks.soak import Row
 from bilevel.errors import ArgumentError
 from bilevel.methods import F2SA, Info
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 
 def test_nothing_grows_and_nothing_drifts() -> None:

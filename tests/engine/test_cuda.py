@@ -42,9 +42,9 @@ def _solver(seed: int, data_device: str, device: str | None) -> bilevel.Solver:
     index = torch.arange(30, device=data_device)
     return bilevel.Solver(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1)),
-        "f2sa",
         torch.ones(30),
         torch.zeros(4),
+        method="f2sa",
         upper_data=rows,
         lower_data=(rows, index),
         batch_size=8,
@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_x_and_y_on_different_devices_are_refused() -> None:
     problem = Quadratic()
     with pytest.raises(bilevel.errors.ArgumentError, match="x0 is on cuda:0 and y0 on cpu"):
-        bilevel.Solver(problem, "f2sa", problem.x0.cuda(), problem.y0)
+        bilevel.Solver(problem, problem.x0.cuda(), problem.y0, method="f2sa")
 
 
 def _table_solver(device: str, seed: int = 0, **options: Any) -> bilevel.Solver:
@@ -108,9 +108,9 @@ def _table_solver(device: str, seed: int = 0, **options: Any) -> bilevel.Solver:
 
     return bilevel.Solver(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(-1, 1)),
-        options.pop("method", bilevel.F2SA(0.1, 5.0)),
         bilevel.Table(torch.zeros(7)),
         torch.zeros(4),
+        method=options.pop("method", bilevel.F2SA(0.1, 5.0)),
         upper_data=(features, rows),
         lower_data=(features, rows),
         device=device,

@@ -44,7 +44,7 @@ def solver(problem: bilevel.Problem, scale: Any, **options: Any) -> bilevel.Solv
     }
     size = {"batch_size": 7} if data else {}
     method = bilevel.F2SA(**settings, loss_scale=scale)
-    return bilevel.Solver(problem, method, problem.x0, problem.y0, **data, **size)
+    return bilevel.Solver(problem, problem.x0, problem.y0, method=method, **data, **size)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=list(VARIANTS))
@@ -118,9 +118,9 @@ def test_a_repeated_evaluation_draws_the_same_and_counts_once() -> None:
     for init in (256.0, 2.0**60):
         run = bilevel.Solver(
             problem,
-            bilevel.F2SA(0.1, 0.1, inner_steps=2, loss_scale=bilevel.LossScale(init)),
             torch.zeros(1),
             net,
+            method=bilevel.F2SA(0.1, 0.1, inner_steps=2, loss_scale=bilevel.LossScale(init)),
             upper_data=rows,
             lower_data=rows,
             batch_size=8,
@@ -198,7 +198,7 @@ def test_what_is_not_finite_without_a_scale_ends_the_run(accumulate: bool) -> No
         lower=lambda x, y, batch: (Bad.apply(y) - x).square().sum(),
     )
     method = bilevel.F2SA(0.1, 0.1, accumulate=accumulate, loss_scale=bilevel.LossScale())
-    run = bilevel.Solver(problem, method, torch.ones(2), torch.zeros(2))
+    run = bilevel.Solver(problem, torch.ones(2), torch.zeros(2), method=method)
     with pytest.raises(NonFiniteError, match=r"^the gradient of y is not finite at step 0"):
         run.step()
     assert run.state.scaling.scale == 1.0

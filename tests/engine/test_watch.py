@@ -110,7 +110,7 @@ def test_a_step_that_nobody_waited_for_is_told_by_the_next(
 ) -> None:
     monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
     switch = Switch()
-    solver = bilevel.Solver(switch.problem(breaks), method, torch.ones(2), torch.zeros(2))
+    solver = bilevel.Solver(switch.problem(breaks), torch.ones(2), torch.zeros(2), method=method)
     for _ in range(3):
         solver.step(measure=False)
     x = solver.x
@@ -137,7 +137,7 @@ def test_a_good_run_that_nobody_waits_for_is_the_same(
 
     def run() -> dict[str, Any]:
         solver = bilevel.Solver(
-            problem, method, problem.x0, problem.y0, lower_data=problem.lower_noise
+            problem, problem.x0, problem.y0, method=method, lower_data=problem.lower_noise
         )
         for _ in range(9):
             solver.step()

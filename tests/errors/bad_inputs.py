@@ -258,7 +258,7 @@ def cleaning_data() -> dict[str, Any]:
 def problem_with(**parts: Any) -> bilevel.Solver:
     """Objectives and sets are seen at the first evaluation."""
     good = {"upper": quadratic().upper, "lower": quadratic().lower}
-    return bilevel.Solver(Problem(**good | parts), "f2sa", quadratic().x0, quadratic().y0)
+    return bilevel.Solver(Problem(**good | parts), quadratic().x0, quadratic().y0, method="f2sa")
 
 
 def solver(**options: Any) -> bilevel.Solver:

@@ -265,9 +265,9 @@ def test_a_single_pass_with_a_larger_direction_is_refused_before_anything_runs(
     with pytest.raises(ArgumentError, match=message):
         bilevel.Solver(
             bilevel.Problem(counted, counted),
-            METHOD_CLASSES[method](single_pass=True),
             torch.ones(2),
             torch.ones(2),
+            method=METHOD_CLASSES[method](single_pass=True),
             lower_data=torch.ones(4, 2),
             direction_batch_size=size,
         )
@@ -283,7 +283,7 @@ def test_a_multiplier_too_small_for_convexity_is_refused_where_constants_are_kno
 
     def construct(multiplier: float) -> bilevel.Solver:
         central = METHOD_CLASSES[method](scheme="central", order=order, multiplier=multiplier)
-        return bilevel.Solver(problem, central, problem.x0, problem.y0)
+        return bilevel.Solver(problem, problem.x0, problem.y0, method=central)
 
     message = rf"^multiplier={needed - 0.1} is too small .* above {needed:g}; use a larger"
     with pytest.raises(ArgumentError, match=message):

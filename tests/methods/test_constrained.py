@@ -195,7 +195,7 @@ def _listed(value: Any) -> list[Any]:
 def test_iterates_stay_inside_and_end_at_the_constrained_optimum(
     case: Case, setting: Setting
 ) -> None:
-    solver = bilevel.Solver(setting.problem, case.method, setting.x0, setting.y0)
+    solver = bilevel.Solver(setting.problem, setting.x0, setting.y0, method=case.method)
     xs, ys = _variables(solver.state)
     assert len(ys) >= 2
     for y in ys:
@@ -219,7 +219,7 @@ def test_where_a_set_binds_bomes_multiplier_settles_at_a_multiple_of_eta() -> No
     def run(setting: Setting, problem: bilevel.Problem, eta: float) -> tuple[float, float, Array]:
         """The multiplier after 100 and after 200 steps, and the end."""
         method = BOME(**{**BARRIER, "inner_steps": 10, "eta": eta})
-        solver = bilevel.Solver(problem, method, setting.x0, setting.y0)
+        solver = bilevel.Solver(problem, setting.x0, setting.y0, method=method)
         infos = [solver.step(measure=False) for _ in range(200)]
         return infos[99].multiplier, infos[199].multiplier, solver.x.numpy()
 
@@ -262,7 +262,7 @@ def test_a_lower_set_that_binds_at_the_optimum(case: Case) -> None:
         y_set=Box(0, 1),
     )
     start = torch.full((3,), 0.7, dtype=torch.float64)
-    solver = bilevel.Solver(problem, case.method, start, start)
+    solver = bilevel.Solver(problem, start, start, method=case.method)
     for _ in range(case.steps):
         solver.step(measure=False)
     # each entry on its own, on a grid: F(x) = (clip(x) - t)^2 / 2 + rho x^2 / 2

@@ -72,7 +72,7 @@ def test_the_table_is_covered() -> None:
 @only(1, 2)
 def test_finds_the_optimum(case: Case) -> None:
     problem = Quadratic(seed=0)
-    solver = bilevel.Solver(problem, case.method(), problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=case.method())
     for _ in range(case.steps):
         solver.step(measure=False)
         if methods.left(problem, solver) <= methods.TARGET:
@@ -149,9 +149,9 @@ def test_finds_the_optimum_through_noise_in_both_levels(case: Noisy) -> None:
     problem = Quadratic(condition=3.0, sigma_f=0.2, sigma_g=0.2, runs=(4,), seed=0)
     solver = bilevel.Solver(
         problem,
-        case.method(),
         problem.x0,
         problem.y0,
+        method=case.method(),
         upper_data=problem.upper_noise,
         lower_data=problem.lower_noise,
     )
@@ -196,7 +196,7 @@ def test_with_the_lower_level_solved_the_direction_is_the_hypergradient(name: st
 
     problem = Quadratic(seed=0)
     method = METHODS[name](upper_optimizer=recording, **settings)  # type: ignore[call-arg]
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     for _ in range(2 if "inner_steps" in settings else 400):
         solver.step(measure=False)
     exact = problem.gradient(problem.x0)
@@ -260,9 +260,9 @@ def test_tensors_trees_modules_and_tables_give_the_same_iterates(case: Case) -> 
     for name, (guise, x0, y0) in guises.items():
         solver = bilevel.Solver(
             guise,
-            case.method(),
             x0,
             y0,
+            method=case.method(),
             upper_data=problem.upper_noise,
             lower_data=problem.lower_noise,
         )
@@ -333,9 +333,9 @@ def _noisy_run(case: Case, seed: int, steps: int) -> bilevel.Solver:
     problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
     solver = bilevel.Solver(
         problem,
-        case.method(),
         problem.x0,
         problem.y0,
+        method=case.method(),
         upper_data=problem.upper_noise,
         lower_data=problem.lower_noise,
         seed=seed,
@@ -351,7 +351,7 @@ def test_iterates_stay_in_their_sets(case: Case) -> None:
     problem = bilevel.Problem(
         base.upper, base.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(0.1)
     )
-    solver = bilevel.Solver(problem, case.method(), base.x0, base.y0)
+    solver = bilevel.Solver(problem, base.x0, base.y0, method=case.method())
     for _ in range(10):
         solver.step()
         assert solver.x.abs().max() <= 0.2
@@ -401,7 +401,7 @@ def test_first_order_methods_never_differentiate_twice(case: Case) -> None:
     start = torch.zeros(3, dtype=torch.float64)
     problem = _twice_is_too_often()
     calmer = {"upper_lr": 0.5} if case.name in ("vpbgd", "meha") else {}
-    solver = bilevel.Solver(problem, case.method(**calmer), start, start)
+    solver = bilevel.Solver(problem, start, start, method=case.method(**calmer))
     for _ in range(case.steps):
         solver.step(measure=False)
         if (solver.x - 1).abs().max() < 1e-2:
@@ -412,7 +412,7 @@ def test_first_order_methods_never_differentiate_twice(case: Case) -> None:
 @only(2)
 def test_second_order_methods_say_that_they_must(case: Case) -> None:
     start = torch.zeros(3, dtype=torch.float64)
-    solver = bilevel.Solver(_twice_is_too_often(), case.method(), start, start)
+    solver = bilevel.Solver(_twice_is_too_often(), start, start, method=case.method())
     with pytest.raises(ObjectiveError, match="differentiated twice"):
         solver.step()
 
@@ -440,7 +440,7 @@ import gc, json, resource, sys, torch, bilevel
 torch.set_num_threads(1)
 problem = bilevel.problems.Quadratic(dim_x=2, dim_y=2, sigma_f=0.1, sigma_g=0.1)
 method = bilevel.METHODS[sys.argv[1]](**json.loads(sys.argv[2]))
-solver = bilevel.Solver(problem, method, problem.x0, problem.y0,
+solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method,
     upper_data=problem.upper_noise, lower_data=problem.lower_noise)
 def tensors():
     gc.collect()

@@ -29,7 +29,7 @@ SCHEDULES: dict[str, Any] = {
 def test_iterates_equal_the_papers_recursion(inner_steps: int) -> None:
     problem = Quadratic(dim_x=4, dim_y=6, seed=3)
     method = bilevel.F2SA(**SCHEDULES, inner_steps=inner_steps)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     paper = recursions.f2sa(
         recursions.Oracle.of(problem),
         problem.x0.numpy(),
@@ -59,9 +59,9 @@ def test_fused_equals_the_reference_path(coupling: Any, direction: Any) -> None:
     for cls in (bilevel.F2SA, ReferenceF2SA):
         solver = bilevel.Solver(
             problem,
-            cls(**SCHEDULES, inner_steps=3, coupling=coupling),
             problem.x0,
             problem.y0,
+            method=cls(**SCHEDULES, inner_steps=3, coupling=coupling),
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=7,
@@ -80,7 +80,7 @@ def test_measuring_does_not_change_the_run() -> None:
     data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
     ends = []
     for measure in (True, False):
-        solver = bilevel.Solver(problem, "f2sa", problem.x0, problem.y0, **data)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa", **data)
         for _ in range(20):
             solver.step(measure=measure)
         ends.append(solver.x)
@@ -90,7 +90,7 @@ def test_measuring_does_not_change_the_run() -> None:
 def test_info_is_taken_at_one_point() -> None:
     problem = Quadratic(seed=1)
     solver = bilevel.Solver(
-        problem, bilevel.F2SA(lower_lr=0.5, upper_lr=0.1), problem.x0, problem.y0
+        problem, problem.x0, problem.y0, method=bilevel.F2SA(lower_lr=0.5, upper_lr=0.1)
     )
     solver.step()
     x = solver.x
@@ -112,7 +112,7 @@ def test_info_is_taken_at_one_point() -> None:
 def test_single_pass_takes_the_direction_before_the_last_inner_step() -> None:
     problem = Quadratic(seed=2)
     method = bilevel.F2SA(**SCHEDULES, inner_steps=3, single_pass=True)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     o = recursions.Oracle.of(problem)
     x, y, z = problem.x0.numpy(), problem.y0.numpy(), problem.y0.numpy()
     for k in range(200):
@@ -162,7 +162,10 @@ class _Counter:
 def test_a_step_costs_what_the_algorithm_says() -> None:
     counter = _Counter()
     solver = bilevel.Solver(
-        counter.problem, bilevel.F2SA(0.1, 0.1, inner_steps=4), torch.zeros(3), torch.zeros(3)
+        counter.problem,
+        torch.zeros(3),
+        torch.zeros(3),
+        method=bilevel.F2SA(0.1, 0.1, inner_steps=4),
     )
     counter.reset()
     solver.step(measure=False)
@@ -182,7 +185,7 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
         (bilevel.F2SA(0.1, 0.1, inner_steps=5, single_pass=True), 5),
         (bilevel.F2SA(0.1, 0.1, inner_steps=5, coupling="independent"), 6),
     ):
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
         passes.clear()
         solver.step()
         assert len(passes) == expected
@@ -271,7 +274,7 @@ def test_terms_one_after_another_hold_one_gradient_at_a_time() -> None:
     solver: Any = None
     for how in (False, True, torch.bfloat16):
         method = bilevel.F2SA(0.1, 0.1, inner_steps=1, single_pass=True, accumulate=how)
-        solver = bilevel.Solver(bilevel.Problem(base.upper, lower), method, base.x0, base.y0)
+        solver = bilevel.Solver(bilevel.Problem(base.upper, lower), base.x0, base.y0, method=method)
         seen.clear()
         solver.step(measure=False)
         assert seen == [(True, False), (True, bool(how))]
@@ -303,7 +306,7 @@ def test_terms_one_after_another_hold_one_graph_at_a_time() -> None:
     for one_by_one, expected in ((False, 3), (True, 1)):
         most = 0
         method = bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True, accumulate=one_by_one)
-        solver = bilevel.Solver(problem, method, base.x0, base.y0)
+        solver = bilevel.Solver(problem, base.x0, base.y0, method=method)
         alive, most = 0, 0
         solver.step(measure=False)
         assert most == expected
@@ -330,7 +333,7 @@ def test_the_lower_optimizer_sees_directions_in_the_scale_of_g() -> None:
     method = bilevel.F2SA(
         multiplier=lam, inner_steps=1, lower_optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
     )
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     solver.step()
     o = recursions.Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
@@ -356,9 +359,9 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks() -> None:
     for chunk in (None, 10, 101):
         solver = bilevel.Solver(
             problem,
-            bilevel.F2SA(0.1, 1.0, multiplier=20.0, inner_steps=1),
             problem.x0,
             problem.y0 + 0.3,
+            method=bilevel.F2SA(0.1, 1.0, multiplier=20.0, inner_steps=1),
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=4,
@@ -390,9 +393,9 @@ def test_running_statistics_move_with_their_own_copys_inner_steps_only() -> None
 
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower),
-        bilevel.F2SA(inner_steps=2),
         torch.ones(1),
         model,
+        method=bilevel.F2SA(inner_steps=2),
         upper_data=inputs,
         lower_data=inputs,
     )

@@ -48,9 +48,9 @@ def test_iterates_equal_the_papers_recursion(recursion: Any) -> None:
     upper, lower = _Recorded(7), _Recorded(7)
     solver = bilevel.Solver(
         problem,
-        bilevel.F3SA(**SCHEDULES, momentum=ETA, recursion=recursion, coupling="independent"),
         problem.x0,
         problem.y0,
+        method=bilevel.F3SA(**SCHEDULES, momentum=ETA, recursion=recursion, coupling="independent"),
         upper_data=upper,
         lower_data=lower,
     )
@@ -94,7 +94,7 @@ def test_without_noise_it_is_f2sa_with_one_inner_step(momentum: Any, recursion: 
     rates = {**SCHEDULES, "multiplier": lam}
     f3 = bilevel.F3SA(**rates, momentum=momentum, recursion=recursion)
     f2 = bilevel.F2SA(**rates, inner_steps=1)
-    solvers = [bilevel.Solver(problem, m, problem.x0, problem.y0) for m in (f3, f2)]
+    solvers = [bilevel.Solver(problem, problem.x0, problem.y0, method=m) for m in (f3, f2)]
     for _ in range(1000):
         for solver in solvers:
             solver.step(measure=False)
@@ -153,9 +153,9 @@ def test_fast_path_equals_the_reference_path(coupling: Any) -> None:
     for cls in (bilevel.F3SA, ReferenceF3SA):
         solver = bilevel.Solver(
             problem,
-            cls(**SCHEDULES, momentum=ETA, coupling=coupling),
             problem.x0,
             problem.y0,
+            method=cls(**SCHEDULES, momentum=ETA, coupling=coupling),
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=7,
@@ -175,9 +175,9 @@ def test_estimators_have_less_noise_than_gradients() -> None:
         # rates so small that nothing moves: what varies is the estimate of a fixed gradient
         solver = bilevel.Solver(
             problem,
-            bilevel.F3SA(1e-9, 1e-9, momentum=momentum),
             problem.x0,
             problem.y0,
+            method=bilevel.F3SA(1e-9, 1e-9, momentum=momentum),
             upper_data=problem.upper_noise,
             lower_data=problem.lower_noise,
         )

@@ -122,7 +122,7 @@ BETA, UPPER, LAM = Power(0.3, 20, -0.4), Power(0.2, 20, -0.5), Power(20.0, 20, 0
 def test_iterates_equal_a_recursion_by_hand(scheme: Any, single_pass: bool) -> None:
     problem = Quadratic(dim_x=4, dim_y=6, condition=3.0, seed=3)
     method = bilevel.F2SA(BETA, UPPER, LAM, inner_steps=3, scheme=scheme, single_pass=single_pass)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     o = recursions.Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
     up, down = y, y
@@ -150,7 +150,7 @@ def test_iterates_equal_a_recursion_by_hand(scheme: Any, single_pass: bool) -> N
 def test_the_report_is_taken_at_the_midpoint() -> None:
     problem = Quadratic(seed=1)
     method = bilevel.F2SA(0.5, 0.1, 5.0, scheme="midpoint")
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     x = solver.x
     info = solver.step()
     torch.testing.assert_close(info.upper, problem.upper(x, solver.y, None))

@@ -170,9 +170,9 @@ def test_iterates_equal_an_independent_recursion(
     lowers[:, 0] = 0.5 * lowers[:, 0].abs()  # convex
     solver = bilevel.Solver(
         problem,
-        method,
         quadratic.x0,
         quadratic.y0,
+        method=method,
         upper_data=list(uppers),
         lower_data=list(lowers),
     )
@@ -198,7 +198,7 @@ def _steps(solver: bilevel.Solver, count: int) -> None:
 def _direction(problem: Any, method: Any, **data: Any) -> Tensor:
     """The first direction of x from where the lower level is solved."""
     y0 = problem.lower_solution(problem.x0)
-    solver = bilevel.Solver(problem, method, problem.x0, y0, **data)
+    solver = bilevel.Solver(problem, problem.x0, y0, method=method, **data)
     x = solver.x
     solver.step()
     return x - solver.x
@@ -224,7 +224,7 @@ def test_aid_starts_from_the_last_adjoint() -> None:
     for warm in (True, False):
         # x hardly moves, so one step of conjugate gradients at a time adds up to steepest descent
         method = AID(1.0, 1e-9, cg_steps=1, inner_steps=1, warm_start=warm)
-        solver = bilevel.Solver(problem, method, problem.x0, y)
+        solver = bilevel.Solver(problem, problem.x0, y, method=method)
         _steps(solver, 60)
         ends[warm] = float((solver.state.adjoint - exact).norm() / exact.norm())
     assert ends[True] < 1e-4
@@ -236,7 +236,9 @@ def test_aid_stops_at_a_direction_without_curvature() -> None:
         lambda x, y, b: (y - 1).sum() + (x**2).sum(),
         lambda x, y, b: 0.5 * (torch.tensor([1.0, -2.0]) * (y - x) ** 2).sum(),
     )
-    solver = bilevel.Solver(saddle, AID(0.1, 0.1, inner_steps=1), torch.ones(2), torch.ones(2))
+    solver = bilevel.Solver(
+        saddle, torch.ones(2), torch.ones(2), method=AID(0.1, 0.1, inner_steps=1)
+    )
     solver.step()
     assert torch.equal(solver.state.adjoint, torch.zeros(2))
     torch.testing.assert_close(solver.x, 0.8 * torch.ones(2))
@@ -308,7 +310,7 @@ def _log_problem() -> tuple[bilevel.Problem, Tensor, Tensor]:
 def test_itd_is_the_gradient_of_the_unrolled_function(y_set: Any) -> None:
     problem, x0, y0 = _log_problem()
     problem.y_set = y_set
-    solver = bilevel.Solver(problem, ITD(0.1, 0.5, inner_steps=5), x0, y0)
+    solver = bilevel.Solver(problem, x0, y0, method=ITD(0.1, 0.5, inner_steps=5))
     x, y = x0, y0 if y_set is None else y_set(y0)
     for _ in range(10):
         x = x.detach().requires_grad_()
@@ -335,7 +337,7 @@ def test_itd_is_the_gradient_of_the_unrolled_function(y_set: Any) -> None:
 def test_tends_to_the_exact_hypergradient(method: Any, bound: float) -> None:
     problem, x0, y0 = _log_problem()
     exact = bilevel.hypergradient(problem, x0, y0)
-    solver = bilevel.Solver(problem, method, x0, y0)
+    solver = bilevel.Solver(problem, x0, y0, method=method)
     solver.step()
     assert (x0 - solver.x - exact).norm() < bound * exact.norm()
 
@@ -387,7 +389,7 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks(method: Any) -> None:
             "chunk_size": 5,
         },
     ):
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0 + 0.3, **data)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0 + 0.3, method=method, **data)
         infos = [solver.step() for _ in range(5)]
         ends.append((solver.x, solver.y, infos[-1].upper, infos[-1].lower))
     torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-13)
@@ -430,9 +432,9 @@ def test_running_statistics_move_with_inner_steps_only(method: Any) -> None:
 
     solver = bilevel.Solver(
         bilevel.Problem(lambda x, y, batch: ((y(batch) - 1) ** 2).mean(), lower),
-        replace(method, lower_lr=0.05, upper_lr=0.01),
         torch.ones(1),
         model,
+        method=replace(method, lower_lr=0.05, upper_lr=0.01),
         upper_data=inputs,
         lower_data=inputs,
     )
@@ -464,7 +466,7 @@ def test_steps_cost_what_the_properties_say() -> None:
         (ITD(0.1, 0.1, inner_steps=4), 1, 4),
     ):
         assert method.properties.order == 2
-        solver = bilevel.Solver(watched, method, problem.x0, problem.y0)
+        solver = bilevel.Solver(watched, problem.x0, problem.y0, method=method)
         calls.update(f=0, g=0)
         solver.step(measure=False)
         assert calls == {"f": f, "g": g}
@@ -496,7 +498,7 @@ ONCE: dict[str, Any] = {
 def test_an_objective_without_second_derivatives_is_refused(method: Any, lower: Any) -> None:
     problem = bilevel.Problem(lambda x, y, b: ((y - 1) ** 2).sum(), lower)
     start = torch.ones(4)
-    solver = bilevel.Solver(problem, method, start, 0.5 * start)
+    solver = bilevel.Solver(problem, start, 0.5 * start, method=method)
     name = type(method).__name__
     with pytest.raises(ObjectiveError, match=f"differentiated twice.*{name} needs second deriv"):
         solver.step()
@@ -523,7 +525,7 @@ def test_other_errors_of_an_objective_are_left_alone(method: Any) -> None:
     calls: list[int] = []
     start = torch.zeros(2)
     solver = bilevel.Solver(
-        bilevel.Problem(lambda x, y, b: (y**2).sum(), lower), method, start, start
+        bilevel.Problem(lambda x, y, b: (y**2).sum(), lower), start, start, method=method
     )
     calls.append(1)
     with pytest.raises(NotImplementedError, match="this branch"):
@@ -544,9 +546,9 @@ def test_non_finite_numbers_stop_the_run_by_name(method: Any, level: str) -> Non
 
     solver = bilevel.Solver(
         bilevel.Problem(spoilt("upper", problem.upper), spoilt("lower", problem.lower)),
-        method,
         problem.x0,
         problem.y0,
+        method=method,
     )
     solver.step()
     bad.append(float("nan"))
@@ -564,7 +566,7 @@ def test_a_second_derivative_that_is_not_finite_stops_the_run() -> None:
         lambda x, y, b: (y.abs() ** 1.5).sum() + 0 * (x * y).sum(),
     )
     for method in (AID(0.1, 0.1), SOBO(0.1, 0.1), SOBA(0.1, 0.1), ITD(0.1, 0.1)):
-        solver = bilevel.Solver(problem, method, torch.zeros(2), torch.zeros(2))
+        solver = bilevel.Solver(problem, torch.zeros(2), torch.zeros(2), method=method)
         with pytest.raises(NonFiniteError):
             _steps(solver, 2)  # which of the two is not the point
 

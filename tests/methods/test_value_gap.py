@@ -214,7 +214,7 @@ def test_iterates_equal_the_papers_recursion(
     problem = Quadratic(dim_x=3, dim_y=4, seed=3)
     upper, lower = Recorded(7, sigma), Recorded(7, sigma)
     solver = bilevel.Solver(
-        problem, method, problem.x0, problem.y0, upper_data=upper, lower_data=lower
+        problem, problem.x0, problem.y0, method=method, upper_data=upper, lower_data=lower
     )
     upper.given.clear()  # what construction looked at
     lower.given.clear()
@@ -249,7 +249,7 @@ def test_f2ba_is_f2sa_with_a_constant_multiplier_bit_for_bit(more: dict[str, Any
     choices = {**PENALTY, "multiplier": 8.0, "inner_steps": 3, **more}
     data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
     solvers = [
-        bilevel.Solver(problem, m, problem.x0, problem.y0, **data)
+        bilevel.Solver(problem, problem.x0, problem.y0, method=m, **data)
         for m in (F2BA(**choices), bilevel.F2SA(**choices))
     ]
     for _ in range(50):
@@ -262,7 +262,7 @@ def test_f2ba_is_f2sa_with_a_constant_multiplier_bit_for_bit(more: dict[str, Any
 def test_acceleration_starts_afresh_after_long_travel_and_momentum_comes_back() -> None:
     problem = Quadratic(dim_x=3, dim_y=4, seed=3)
     method = F2BA(0.5, 0.3, multiplier=7.0, acceleration=ACCELERATED)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     counts, radii = [], []
     for _ in range(60):
         solver.step(measure=False)
@@ -278,7 +278,9 @@ def test_acceleration_starts_afresh_after_long_travel_and_momentum_comes_back() 
 def test_a_state_saved_without_acceleration_is_refused_with_it() -> None:
     problem = Quadratic(seed=1)
     plain, accelerated = (
-        bilevel.Solver(problem, F2BA(0.4, 0.1, acceleration=acceleration), problem.x0, problem.y0)
+        bilevel.Solver(
+            problem, problem.x0, problem.y0, method=F2BA(0.4, 0.1, acceleration=acceleration)
+        )
         for acceleration in (None, Nesterov())
     )
     with pytest.raises(StateError, match="x was saved without acceleration"):
@@ -310,7 +312,7 @@ def test_acceleration_needs_fewer_steps_on_an_ill_conditioned_problem() -> None:
 
     def steps_to(tolerance: float, acceleration: Nesterov | None) -> int:
         method = F2BA(1.0, 0.9, multiplier=1e3, inner_steps=2, acceleration=acceleration)
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
         while problem.penalised_gradient(solver.x, 1e3).norm() > tolerance:
             solver.step(measure=False)
             assert solver.k < 10_000
@@ -326,7 +328,7 @@ def test_accelerated_iterates_stay_in_their_set() -> None:
     base = Quadratic(seed=0)
     problem = bilevel.Problem(base.upper, base.lower, x_set=bilevel.sets.Box(-0.3, 0.3))
     solver = bilevel.Solver(
-        problem, F2BA(0.5, 0.5, multiplier=100.0, acceleration=Nesterov()), base.x0, base.y0
+        problem, base.x0, base.y0, method=F2BA(0.5, 0.5, multiplier=100.0, acceleration=Nesterov())
     )
     for _ in range(100):
         solver.step(measure=False)
@@ -347,7 +349,7 @@ def test_no_bilevel_never_moves_x_and_reports_a_direction_of_0() -> None:
         "batch_size": 5,
         "direction_batch_size": "all",
     }
-    solver = bilevel.Solver(problem, NoBilevel(0.1), problem.x0, problem.y0, **data)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=NoBilevel(0.1), **data)
     for _ in range(5):
         info = solver.step()
     assert torch.equal(solver.x, problem.x0)
@@ -371,7 +373,7 @@ def test_info_is_taken_at_the_point_of_the_joint_step() -> None:
         (MEHA(0.5, 0.1, multiplier=4.0), 1 / 4),
         (BOME(0.1, 0.1, inner_lr=0.5), 1.0),
     ):
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
         solver.step()
         x, y = solver.x, solver.state.penalised.value.detach().clone()
         info = solver.step()
@@ -407,7 +409,7 @@ def test_a_step_costs_what_the_algorithm_says(
 
     base = Quadratic()
     problem = bilevel.Problem(counted("f", base.upper), counted("g", base.lower))
-    solver = bilevel.Solver(problem, method, base.x0, base.y0)
+    solver = bilevel.Solver(problem, base.x0, base.y0, method=method)
     passes = counted_passes(monkeypatch)
     counts.update(f=0, g=0)
     solver.step(measure=False)
@@ -423,9 +425,9 @@ def test_a_sweep_is_the_full_gradient_whatever_the_chunks(make: Any, coupling: A
     for chunk in (4, 31):
         solver = bilevel.Solver(
             problem,
-            make(0.1, 0.5, coupling=coupling),
             problem.x0,
             problem.y0 + 0.3,
+            method=make(0.1, 0.5, coupling=coupling),
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=4,
@@ -455,9 +457,9 @@ def test_running_statistics_move_with_their_own_copys_steps_only() -> None:
     ):
         solver = bilevel.Solver(
             bilevel.Problem(upper, lower),
-            method,
             torch.ones(1),
             nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)),
+            method=method,
             upper_data=inputs,
             lower_data=inputs,
         )
@@ -481,7 +483,7 @@ def test_a_non_finite_number_stops_the_run_before_it_is_used(method: Any) -> Non
         lambda x, y, b: (y**2).sum(),
         lambda x, y, b: ((y - x) ** 2).sum() * (float("nan") if y[0] > 0.01 else 1.0),
     )
-    solver = bilevel.Solver(problem, method, torch.ones(2), torch.zeros(2))
+    solver = bilevel.Solver(problem, torch.ones(2), torch.zeros(2), method=method)
 
     def run() -> None:
         for _ in range(10):
@@ -500,7 +502,7 @@ def test_a_non_finite_number_stops_the_run_before_it_is_used(method: Any) -> Non
 def test_bome_reports_the_smallest_multiplier_that_keeps_the_gap_falling(barrier: Any) -> None:
     problem = Quadratic(seed=1)
     method = BOME(0.1, 0.1, inner_lr=0.5, inner_steps=5, eta=0.7, barrier=barrier)
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     positive = 0
     for _ in range(30):
         x = solver.x.requires_grad_()
@@ -524,7 +526,7 @@ def test_bome_follows_f_alone_where_the_gap_has_no_slope() -> None:
         lambda x, y, b: ((y - 1) ** 2).sum() + (x**2).sum(),
         lambda x, y, b: 0 * (x * y).sum(),
     )
-    solver = bilevel.Solver(problem, BOME(0.1, 0.1), torch.ones(2), torch.zeros(2))
+    solver = bilevel.Solver(problem, torch.ones(2), torch.zeros(2), method=BOME(0.1, 0.1))
     info = solver.step()
     assert info.multiplier == 0
     torch.testing.assert_close(solver.x, torch.full((2,), 0.8))

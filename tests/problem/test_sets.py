@@ -223,7 +223,7 @@ def test_a_callable_that_does_not_project_is_refused_at_once(returned: Any) -> N
     problem = bilevel.problems.Quadratic()
     confined = bilevel.Problem(problem.upper, problem.lower, y_set=lambda tensor: returned)
     with pytest.raises(ArgumentTypeError, match=r"the set of y must project .* \(5,\)"):
-        bilevel.Solver(confined, "f2sa", problem.x0, problem.y0)
+        bilevel.Solver(confined, problem.x0, problem.y0, method="f2sa")
 
 
 # Methods inside sets
@@ -316,7 +316,7 @@ def test_a_start_outside_is_brought_inside() -> None:
     known = bilevel.problems.Quadratic()
     problem = bilevel.Problem(known.upper, known.lower, x_set=Box(0, 1), y_set=Ball(1.0))
     start = torch.full((5,), 9.0, dtype=torch.float64)
-    solver = bilevel.Solver(problem, "f2sa", start, start)
+    solver = bilevel.Solver(problem, start, start, method="f2sa")
     assert solver.x.tolist() == [1] * 5
     assert float(solver.y.norm()) == pytest.approx(1)
     assert start.tolist() == [9] * 5
@@ -327,7 +327,7 @@ def test_an_optimizer_of_the_users_is_confined_too(seed: int) -> None:
     known = bilevel.problems.Quadratic(seed=seed)
     problem = bilevel.Problem(known.upper, known.lower, x_set=Simplex())
     method = bilevel.F2SA(upper_optimizer=lambda params: torch.optim.Adam(params, lr=0.3))
-    solver = bilevel.Solver(problem, method, known.x0, known.y0)
+    solver = bilevel.Solver(problem, known.x0, known.y0, method=method)
     for _ in range(5):
         solver.step(measure=False)
         assert bool((solver.x >= 0).all())

@@ -523,7 +523,7 @@ def test_potential_vanishes_at_the_solution_alone() -> None:
 def test_potential_falls_along_a_run_with_the_papers_steps(regime: str) -> None:
     problem = Quadratic(B=0.5 * torch.eye(2, dtype=torch.float64), condition=1.5, seed=0)
     method = F2SA.from_theory(problem.constants, regime, T=1)
-    solver = bilevel.Solver(problem, method, 10 * problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, 10 * problem.x0, problem.y0, method=method)
     values = []
     for k in range(150):
         y = solver.state.penalised.value.detach()  # type: ignore[attr-defined]

@@ -17,8 +17,8 @@ from bilevel.benchmarks import methods
 from bilevel.errors import ArgumentError, DivergenceError, DivergenceWarning, NonFiniteError
 from bilevel.methods import METHODS
 from bilevel.problems import Quadratic
-from bilevel.run import divergence
-from bilevel.run.divergence import BACKTRACKS, Signs
+from bilevel.run.divergence import BACKTRACKS, guard, signs
+from bilevel.run.divergence.signs import Signs
 from tests.methods.test_contract import NOISY, VARIANTS, Noisy
 
 QUADRATIC = Quadratic(seed=0)
@@ -67,27 +67,28 @@ def test_steps_that_are_found_give_no_sign(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divergence, "BLOCK", 4)
+    for module in (guard, signs):
+        monkeypatch.setattr(module, "BLOCK", 4)
     problem = Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
     data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
     watched = bilevel.minimize(
         problem, problem.x0, problem.y0, method=case.method(), steps=9, **data
     )
-    solver = bilevel.Solver(problem, case.method(), problem.x0, problem.y0, **data)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=case.method(), **data)
     for _ in range(9):
         solver.step()
     assert torch.equal(watched.x, solver.x)
-    assert torch.equal(watched.y, solver.y)
+    assert torch.equal(watched.y, solver.lower_solution())
 
 
 def test_the_device_is_asked_once_in_a_block_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
-    def look(self: Signs, block: Any, rows: int) -> None:
+    def inspect(self: Signs, block: Any, rows: int) -> None:
         self.rows = rows
         read.append(rows)
 
-    monkeypatch.setattr(Signs, "look", look)
+    monkeypatch.setattr(Signs, "inspect", inspect)
     monkeypatch.setattr(Signs, "lower_fell", lambda self: True)
     run(F2SA(lower_lr=0.5, upper_lr=0.1), steps=200)
     assert read == [4, 8, 16, 32, 64, 128, 192, 200]
@@ -97,7 +98,7 @@ def test_polynomial_growth_is_no_sign_and_exponential_growth_is() -> None:
     k = np.arange(1.0, 2049.0)
 
     def seen(series: Any) -> list[int]:
-        signs, found = Signs(scheduled=False, patience=0), []
+        monitor, found = Signs(scheduled=False, patience=0), []
         ends = [4, 8, 16, 32, *range(64, 2049, 64)]
         for first, last in zip([0, *ends], ends, strict=False):
             block = {
@@ -107,7 +108,7 @@ def test_polynomial_growth_is_no_sign_and_exponential_growth_is() -> None:
                 "gap": np.zeros(last - first),
                 "multiplier": np.ones(last - first),
             }
-            if signs.look(block, last) is not None:
+            if monitor.inspect(block, last) is not None:
                 found.append(last)
         return found
 

@@ -252,8 +252,9 @@ def test_every_evaluation_is_of_all_runs() -> None:
     calls.clear()
     many(task, methods=F2SA(0.5, 1.0, inner_steps=4), seeds=11, steps=3)
     assert len(calls) == few
-    # g at both copies in each of 4 inner steps and for x, and what is checked before the first
-    assert few == 3 * 5 * 2 + 2
+    # g at both copies in each of 4 inner steps and for x, in 3 steps and the one that fits y at
+    # the last x, and what is checked before the first
+    assert few == (3 + 1) * 5 * 2 + 2
 
 
 def test_single_precision() -> None:
@@ -568,7 +569,8 @@ def test_buffers_that_change_are_found() -> None:
     with pytest.warns(UnbatchedWarning, match="change the buffers of a module"):
         results = many(networks(Counting()), methods=GIVEN, seeds=2, steps=2)
     for result in results:
-        assert float(result.y[2].count) == 2 * 2  # inner steps of the copy that is returned
+        # the inner steps of the copy that is returned, in 2 steps and the one that fits it
+        assert float(result.y[2].count) == 2 * 3
 
 
 def test_buffers_that_do_not_change_are_no_obstacle() -> None:

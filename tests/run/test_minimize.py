@@ -213,7 +213,128 @@ def test_the_last_iterate(method: Any) -> None:
     seen: list[Iterate] = []
     result = minimize(method=method, steps=5, callback=recording(seen))
     assert torch.equal(result.x, seen[-1].x)
+    assert not torch.equal(result.y, seen[-1].y)  # which was fitted at the x before
+
+
+LAGGING = bilevel.F2SA(lower_lr=0.5, upper_lr=0.5, inner_steps=20)
+
+
+def lower_errors(result: bilevel.Result, old: Tensor, problem: Any) -> tuple[float, float]:
+    """How far result.y is from the lower solution of result.x, and how far the old copy is."""
+    exact = problem.lower_solution(result.x)
+    return float((result.y - exact).norm()), float((old - exact).norm())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_y_is_the_lower_solution_of_the_last_x(noise: float, compile: bool) -> None:
+    problem = quadratic(sigma_f=noise, sigma_g=noise)
+    data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+    options: dict[str, Any] = {"method": LAGGING, "compile": compile, **(data if noise else {})}
+    result = minimize(problem, steps=4, **options)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, **options)
+    for _ in range(4):
+        solver.step()
+    new, old = lower_errors(result, solver.y, problem)
+    assert new < (0.05 if noise else 1e-3) * old
+    assert torch.equal(result.x, solver.x)
+
+
+def test_y_of_many_runs_is_the_lower_solution_of_their_last_x() -> None:
+    problem = quadratic(sigma_f=1e-3, sigma_g=1e-3)
+    data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+    results = bilevel.minimize_many(
+        problem, problem.x0, problem.y0, methods=LAGGING, seeds=3, steps=4, **data
+    )
+    for seed, result in enumerate(results):
+        alone = minimize(problem, method=LAGGING, steps=4, seed=seed, **data)
+        torch.testing.assert_close(result.y, alone.y)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method=LAGGING, seed=seed, **data)
+        for _ in range(4):
+            solver.step()
+        new, old = lower_errors(result, solver.y, problem)
+        assert new < 0.05 * old
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("method", [*METHODS.values(), bilevel.F2SA()], ids=[*METHODS, "auto"])
+def test_fitting_y_leaves_the_run_as_it_was(method: Any, compile: bool, tmp_path: Any) -> None:
+    if compile and isinstance(method, bilevel.F3SA):
+        pytest.skip("it is not compiled")
+    problem = quadratic(sigma_f=0.1, sigma_g=0.1)
+    options = {
+        "method": method, "compile": compile,
+        "upper_data": problem.upper_noise, "lower_data": problem.lower_noise,
+    }  # fmt: skip
+    solvers = [bilevel.Solver(problem, problem.x0, problem.y0, **options) for _ in range(2)]
+    for _ in range(3):
+        for solver in solvers:
+            solver.step()
+        solvers[0].lower_solution()
+        assert solvers[0].k == solvers[1].k
+        assert same(solvers[0].state_dict(), solvers[1].state_dict())
+    kept: list[bilevel.Solver] = []
+    result = minimize(
+        problem, steps=3, callback=lambda solver, info: kept.append(solver),
+        checkpoint=tmp_path, **options,
+    )  # fmt: skip
+    assert kept[-1].k == result.steps == result.selected_step == len(result.history["step"]) == 3
+    assert same(kept[-1].state_dict(), solvers[1].state_dict())
+    again = minimize(problem, steps=3, checkpoint=tmp_path, **options)
+    assert torch.equal(again.y, result.y)
+
+
+def test_a_schedule_need_not_go_beyond_the_last_step() -> None:
+    rates = [0.5, 0.4, 0.3]
+    result = minimize(method=bilevel.F2SA(lambda k: rates[k], 0.1, inner_steps=2), steps=3)
+    assert result.history["lower_lr"].tolist() == rates
+
+
+def test_y_stays_as_it_was_where_it_cannot_be_fitted() -> None:
+    problem = quadratic()
+    calls: list[int] = []
+
+    def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        calls.append(0)
+        return problem.lower(x, y, batch) * (1.0 if len(calls) < most else float("nan"))
+
+    broken = bilevel.Problem(problem.upper, lower)
+    options: dict[str, Any] = {"method": METHODS["f2sa"], "callback": lambda solver, info: None}
+    most = 10**6
+    seen: list[Iterate] = []
+    bilevel.minimize(broken, problem.x0, problem.y0, steps=3, method=METHODS["f2sa"])
+    most, count = len(calls) // 4 * 3 + 2, len(calls)
+    calls.clear()
+    options["callback"] = recording(seen)
+    result = bilevel.minimize(broken, problem.x0, problem.y0, steps=3, **options)
+    assert len(calls) <= count
+    assert result.outcome is bilevel.Outcome.COMPLETED
     assert torch.equal(result.y, seen[-1].y)
+
+
+def test_an_iterator_gives_no_batch_beyond_the_last_step() -> None:
+    problem = quadratic(sigma_f=0.1, sigma_g=0.1)
+    drawn: list[int] = []
+
+    def noise() -> Any:
+        while True:
+            drawn.append(0)
+            yield torch.zeros_like(problem.y0)
+
+    upper = lambda x, y, batch: problem.upper(x, y, None)  # noqa: E731
+    lower = lambda x, y, batch: problem.lower(x, y, None) + (batch * y).sum()  # noqa: E731
+    bare = bilevel.Problem(upper, lower)
+    method = METHODS["f2sa"]
+    bilevel.minimize(bare, problem.x0, problem.y0, method=method, steps=3, lower_data=noise())
+    assert len(drawn) == 3 * 3
 
 
 def noisy(seed: int, **options: Any) -> tuple[bilevel.Result, list[Iterate], Tensor]:
@@ -432,10 +553,10 @@ def test_progress_says_what_a_step_reports() -> None:
 
 def test_a_solver_by_hand_is_the_same_run() -> None:
     problem = quadratic()
-    solver = bilevel.Solver(problem, METHODS["f2sa"], problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=METHODS["f2sa"])
     for _ in range(5):
         solver.step(measure=False)
     result = minimize(problem, method=METHODS["f2sa"], steps=5)
     assert solver.k == 5
     assert torch.equal(solver.x, result.x)
-    assert torch.equal(solver.y, result.y)
+    assert torch.equal(solver.lower_solution(), result.y)

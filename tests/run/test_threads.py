@@ -30,9 +30,9 @@ def lower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
 def make(seed: int, method: Any = "f2sa") -> bilevel.Solver:
     return bilevel.Solver(
         bilevel.Problem(upper, lower),
-        method,
         torch.ones(2),
         torch.zeros(2),
+        method=method,
         lower_data=ROWS,
         batch_size=4,
         seed=seed,
@@ -85,7 +85,7 @@ def test_without_turns_threads_would_disturb_each_other(monkeypatch: pytest.Monk
             return (mask * (y - 1) ** 2).sum() + 0 * x.sum()
 
         solver = bilevel.Solver(
-            bilevel.Problem(meets, meets), "f2sa", torch.ones(50), torch.zeros(50), seed=seed
+            bilevel.Problem(meets, meets), torch.ones(50), torch.zeros(50), method="f2sa", seed=seed
         )
 
         def step() -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_a_run_within_an_objective_is_possible() -> None:
         return lower(x, y, batch)
 
     solver = bilevel.Solver(
-        bilevel.Problem(upper, also), method, torch.ones(2), torch.zeros(2),
+        bilevel.Problem(upper, also), torch.ones(2), torch.zeros(2), method=method,
         lower_data=ROWS, batch_size=4, seed=0,
     )  # fmt: skip
     for _ in range(2):
@@ -157,9 +157,9 @@ def test_the_users_modes_are_kept_and_change_nothing(
 def run_in_float32() -> Tensor:
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower),
-        "f2sa",
         torch.ones(2, dtype=torch.float32),
         torch.zeros(2, dtype=torch.float32),
+        method="f2sa",
         lower_data=ROWS,
         batch_size=4,
         seed=3,
@@ -193,7 +193,7 @@ def test_an_error_in_one_thread_gives_the_turn_back() -> None:
 
     def broken() -> None:
         with pytest.raises(ZeroDivisionError):
-            bilevel.Solver(bilevel.Problem(fail, fail), "f2sa", torch.ones(1), torch.ones(1))
+            bilevel.Solver(bilevel.Problem(fail, fail), torch.ones(1), torch.ones(1), method="f2sa")
 
     thread = threading.Thread(target=broken)
     thread.start()
@@ -212,7 +212,7 @@ def test_a_child_that_was_forked_in_the_middle_of_a_step_has_turns_of_its_own() 
         return lower(x, y, ROWS)
 
     def step() -> None:
-        bilevel.Solver(bilevel.Problem(upper, waits), "f2sa", torch.ones(2), torch.zeros(2))
+        bilevel.Solver(bilevel.Problem(upper, waits), torch.ones(2), torch.zeros(2), method="f2sa")
 
     thread = threading.Thread(target=step)
     thread.start()

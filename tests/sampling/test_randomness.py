@@ -44,7 +44,12 @@ def loader() -> DataLoader[Any]:
 
 def solver(method: Any = METHODS["f2sa"], seed: int = 0) -> bilevel.Solver:
     return bilevel.Solver(
-        noisy_problem(), method, torch.ones(2), torch.zeros(2), lower_data=loader(), seed=seed
+        noisy_problem(),
+        torch.ones(2),
+        torch.zeros(2),
+        method=method,
+        lower_data=loader(),
+        seed=seed,
     )
 
 
@@ -176,7 +181,9 @@ def test_copies_that_share_samples_share_dropout_masks(method: Any) -> None:
     def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         return 1e-9 * (y**2).sum()  # so weak that the copies stay together
 
-    solver = bilevel.Solver(bilevel.Problem(upper, lower), method, torch.ones(50), torch.ones(50))
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, lower), torch.ones(50), torch.ones(50), method=method
+    )
     for _ in range(5):
         info = solver.step()
     assert info.direction_norm is not None

@@ -292,8 +292,8 @@ def test_the_two_levels_draw_independently() -> None:
     problem = bilevel.Problem(objective("upper"), objective("lower"))
     method = bilevel.F2SA(0.1, 0.1, inner_steps=50)
     solver = bilevel.Solver(
-        problem, method, torch.zeros(1), torch.zeros(1), upper_data=rows(), lower_data=rows(),
-        batch_size=1,
+        problem, torch.zeros(1), torch.zeros(1), method=method,
+        upper_data=rows(), lower_data=rows(), batch_size=1,
     )  # fmt: skip
     seen["upper"].clear()
     seen["lower"].clear()
@@ -319,9 +319,9 @@ def solver_on(name: str, direction: Any = None) -> bilevel.Solver:
     kind = KINDS[name]
     return bilevel.Solver(
         problem_on_batches(),
-        bilevel.F2SA(inner_steps=2),
         torch.ones(2),
         torch.zeros(2),
+        method=bilevel.F2SA(inner_steps=2),
         upper_data=kind.make(),
         lower_data=kind.make(),
         batch_size=kind.batch_size,
@@ -410,7 +410,7 @@ def test_loaders_that_share_a_generator_resume() -> None:
             for size in (4, 3)
         )
         return bilevel.Solver(
-            problem_on_batches(), bilevel.F2SA(inner_steps=1), torch.ones(2), torch.zeros(2),
+            problem_on_batches(), torch.ones(2), torch.zeros(2), method=bilevel.F2SA(inner_steps=1),
             upper_data=upper, lower_data=lower,
         )  # fmt: skip
 
@@ -523,7 +523,7 @@ def test_a_step_draws_as_many_batches_as_its_algorithm_says(
         return sample
 
     solver = bilevel.Solver(
-        problem_on_batches(), method, torch.ones(2), torch.zeros(2),
+        problem_on_batches(), torch.ones(2), torch.zeros(2), method=method,
         upper_data=counting("upper"), lower_data=counting("lower"),
     )  # fmt: skip
     for _ in range(3):
@@ -764,7 +764,7 @@ def test_sharing_tames_the_noise_of_the_inner_steps_too() -> None:
         moved = []
         for seed in range(12):
             solver = bilevel.Solver(
-                LOGISTIC, method, LOGISTIC.x0, LOGISTIC.lower_solution(LOGISTIC.x0),
+                LOGISTIC, LOGISTIC.x0, LOGISTIC.lower_solution(LOGISTIC.x0), method=method,
                 upper_data=LOGISTIC.upper_data, lower_data=LOGISTIC.lower_data,
                 batch_size=10, chunk_size=200, direction_batch_size="all", seed=seed,
             )  # fmt: skip

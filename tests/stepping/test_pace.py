@@ -21,7 +21,7 @@ F2SA = bilevel.F2SA
 
 
 def _solver(problem: Any, method: Any = None, **options: Any) -> bilevel.Solver:
-    return bilevel.Solver(problem, method or F2SA(), problem.x0, problem.y0, **options)
+    return bilevel.Solver(problem, problem.x0, problem.y0, method=method or F2SA(), **options)
 
 
 # The lower level
@@ -72,7 +72,7 @@ def test_a_curvature_that_grows_is_followed() -> None:
         lambda x, y, b: 0.5 * stiffness * ((y - x) ** 2).sum(),
     )
     start = torch.zeros(3, dtype=torch.float64)
-    solver = bilevel.Solver(problem, F2SA(upper_lr=1e-3, multiplier=10.0), start, start)
+    solver = bilevel.Solver(problem, start, start, method=F2SA(upper_lr=1e-3, multiplier=10.0))
     before = [solver.step() for _ in range(8)][-1]
     stiffness.fill_(50.0)
     after = [solver.step() for _ in range(10)][-1]
@@ -114,7 +114,7 @@ def test_a_multiplier_starts_in_the_unit_in_which_f_and_g_are_equally_curved() -
     base = Quadratic(seed=0)
     for scale, start in ((1e-3, 10.0), (1.0, 10.0), (1e3, 1e4)):
         problem = bilevel.Problem(lambda x, y, b, s=scale: s * base.upper(x, y, b), base.lower)  # type: ignore[misc]
-        info = bilevel.Solver(problem, F2SA(), base.x0, base.y0).step()
+        info = bilevel.Solver(problem, base.x0, base.y0, method=F2SA()).step()
         assert info.multiplier == pytest.approx(start, rel=0.1)
 
 

@@ -61,7 +61,7 @@ def test_iterates_equal_the_recursion(inner_steps: int, accumulate: bool) -> Non
         accumulate=accumulate,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     expected = recursion(problem, inner_steps)
     for _ in range(60):
         solver.step(measure=False)
@@ -81,7 +81,7 @@ def test_f3sa_without_momentum_is_f2sa_with_it_too() -> None:
         momentum=1.0,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     expected = recursion(problem, 1)
     for _ in range(50):
         solver.step(measure=False)
@@ -136,7 +136,7 @@ def test_a_follower_holds_no_second_moment_and_resumes_bit_for_bit() -> None:
             upper_lr=0.1, inner_steps=2, lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS)
         )
         data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
-        return bilevel.Solver(problem, method, problem.x0, problem.y0, **data)
+        return bilevel.Solver(problem, problem.x0, problem.y0, method=method, **data)
 
     first = solver()
     for _ in range(5):
@@ -159,7 +159,7 @@ def test_on_the_way_the_direction_is_nearer_to_the_gradient_than_with_an_adamw_e
     def cosine(make: Callable[[Any], torch.optim.Optimizer]) -> float:
         method = bilevel.F2SA(multiplier=10.0, inner_steps=1, upper_lr=1e-12, lower_optimizer=make)
         data = {"upper_data": problem.upper_data, "lower_data": problem.lower_data}
-        solver = bilevel.Solver(problem, method, problem.x0, problem.y0, **data)
+        solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, **data)
         for _ in range(10):
             solver.step(measure=False)
         x = problem.x0.clone().requires_grad_()
@@ -202,4 +202,4 @@ def test_a_table_is_refused() -> None:
     method = bilevel.F2SA(upper_lr=0.1, lower_optimizer=bilevel.SharedAdamW)
     start: Tensor = torch.zeros(())
     with pytest.raises(ArgumentTypeError, match=r"SharedAdamW.*would move every row"):
-        bilevel.Solver(problem, method, start, bilevel.Table(torch.zeros(5)))
+        bilevel.Solver(problem, start, bilevel.Table(torch.zeros(5)), method=method)

@@ -45,7 +45,7 @@ def solver_with(make: Callable[[Any], Made], method: Any = bilevel.F2SA, **optio
     problem = Quadratic(sigma_f=0.1, sigma_g=0.1, seed=1)
     made = method(lower_optimizer=make, upper_optimizer=make, **options)
     data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
-    return bilevel.Solver(problem, made, problem.x0, problem.y0, **data)
+    return bilevel.Solver(problem, problem.x0, problem.y0, method=made, **data)
 
 
 def updates_of(solver: Any) -> list[Update]:
@@ -79,7 +79,7 @@ def test_iterates_follow_the_schedule() -> None:
         lower_optimizer=lambda p: schedulers.LambdaLR(SGD(p), lambda t: 1 / (1 + t)),
         upper_optimizer=lambda p: schedulers.LambdaLR(SGD(p), lambda k: 0.5**k),
     )
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     o = Oracle.of(problem)
     x, y, t = problem.x0.numpy(), problem.y0.numpy(), 0
     z = y
@@ -161,7 +161,7 @@ def test_a_hook_that_clips_sees_the_direction_of_each_copy(fused: bool, accumula
         accumulate=accumulate,
         lower_optimizer=clipped(partial(torch.optim.SGD, lr=0.5, fused=fused), bound, seen),
     )
-    solver = bilevel.Solver(problem, method, problem.x0, problem.y0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     o = Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
     z, norms = y, []

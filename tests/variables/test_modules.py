@@ -117,7 +117,9 @@ def after(
         options = {"inner_steps": 2, **options}
     options = {"lower_optimizer": partial(torch.optim.AdamW, lr=1e-2), "upper_lr": 0.1, **options}
     arguments = {"batch_size": 6, **data(), **(run or {})}
-    solver = bilevel.Solver(problem, method(**options), torch.zeros(SOURCES), module, **arguments)
+    solver = bilevel.Solver(
+        problem, torch.zeros(SOURCES), module, method=method(**options), **arguments
+    )
     for _ in range(steps):
         solver.step()
     return solver
@@ -263,7 +265,13 @@ def test_of_a_frozen_module_only_what_is_trained_is_copied_moved_and_saved() -> 
         inner_steps=2, upper_lr=0.1, lower_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)
     )
     solver = bilevel.Solver(
-        problem, method, torch.zeros(width), module, upper_data=rows, lower_data=rows, batch_size=8
+        problem,
+        torch.zeros(width),
+        module,
+        method=method,
+        upper_data=rows,
+        lower_data=rows,
+        batch_size=8,
     )
     for _ in range(3):
         solver.step()
@@ -340,9 +348,9 @@ def test_no_evaluation_sees_more_than_a_chunk() -> None:
     )
     solver = bilevel.Solver(
         problem,
-        bilevel.F2SA(0.1, 0.1, inner_steps=2),
         torch.zeros(1),
         Sizes(),
+        method=bilevel.F2SA(0.1, 0.1, inner_steps=2),
         upper_data=loaders[0],
         lower_data=loaders[1],
         chunk_size=4,
@@ -365,7 +373,7 @@ def test_what_takes_minibatches_whole_says_so() -> None:
     }
     method = bilevel.F2SA(0.1, 0.1)
     with pytest.warns(CompileWarning, match="chunk_size takes minibatches apart"):
-        bilevel.Solver(problem, method, problem.x0, problem.y0, compile=True, **options)
+        bilevel.Solver(problem, problem.x0, problem.y0, method=method, compile=True, **options)
     with pytest.warns(UnbatchedWarning, match="chunk_size is to save memory"):
         bilevel.minimize_many(
             problem, problem.x0, problem.y0, methods=[method], seeds=2, steps=2, **options

@@ -62,7 +62,7 @@ def solver_of(x0: Any, method: Any = PLAIN, steps: int = 0, **options: Any) -> b
         **options,
     }
     y0 = settings.pop("y0", torch.zeros(3, dtype=torch.float64))
-    solver = bilevel.Solver(problem, method, x0, y0, **settings)
+    solver = bilevel.Solver(problem, x0, y0, method=method, **settings)
     for _ in range(steps):
         solver.step()
     return solver

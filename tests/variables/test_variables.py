@@ -246,7 +246,7 @@ def test_buffers_move_with_the_inner_steps_of_their_copy_alone(
         upper=lambda x, y, batch: (y(features) ** 2).mean(),
         lower=lambda x, y, batch: ((y(features) - x) ** 2).mean(),
     )
-    solver = bilevel.Solver(problem, method, torch.zeros(1), module)
+    solver = bilevel.Solver(problem, torch.zeros(1), module, method=method)
     for _ in range(4):
         solver.step(measure=measured)
     assert forwards(solver.y[1]) == 4 * evaluations_of_z
@@ -268,7 +268,7 @@ def test_buffers_of_x_move_with_the_inner_steps_alone(
         lower=lambda x, y, batch: ((y - x(features).sum(0)) ** 2).sum(),
     )
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    solver = bilevel.Solver(problem, method, module, torch.zeros(2))
+    solver = bilevel.Solver(problem, module, torch.zeros(2), method=method)
     for _ in range(3):
         solver.step(measure=measured)
     evaluations = 3  # f and g at y, g at z

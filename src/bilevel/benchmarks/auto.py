@@ -30,7 +30,7 @@ from bilevel.errors import NonFiniteError
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
 from bilevel.problems import HyperCleaning, Quadratic, WeightedLogistic
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 CONDITIONS = (1.0, 10.0, 100.0, 1e3, 1e4)
 SMALL, LARGE = 1e-3, 1e3
@@ -158,7 +158,7 @@ def tune(task: Task) -> Tuned:
     for settings in task.settings():
         problem = Counted(task.problem)
         method = F2SA(**settings)  # type: ignore[arg-type]
-        solver = Solver(problem, method, task.x0, task.y0, **task.data)
+        solver = Solver(problem, task.x0, task.y0, method=method, **task.data)
         problem.evaluations = 0
         with suppress(NonFiniteError):
             for _ in range(task.steps):
@@ -183,7 +183,9 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
         if scales != UNSCALED
         else task.problem
     )
-    solver = Solver(problem, F2SA(), task.x0 * x_scale, task.y0 * y_scale, seed=seed, **task.data)
+    solver = Solver(
+        problem, task.x0 * x_scale, task.y0 * y_scale, method=F2SA(), seed=seed, **task.data
+    )
     problem.evaluations = 0
     first = task.value(task.x0)
     highest, share, reached, broken, info = -math.inf, 0.0, math.inf, False, None

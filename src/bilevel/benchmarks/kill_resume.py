@@ -36,10 +36,8 @@ from bilevel.methods import METHODS
 from bilevel.methods.f2sa import F2SA
 from bilevel.problem import Problem
 from bilevel.problems import Quadratic
+from bilevel.run import Checkpoint, Result, Solver, minimize
 from bilevel.run.checkpoint.file import PART, bytes_of
-from bilevel.run.checkpoint.folder import Checkpoint
-from bilevel.run.minimize import Result, minimize
-from bilevel.run.solver import Solver
 from bilevel.variables import Table, Variable
 
 STEPS = 24

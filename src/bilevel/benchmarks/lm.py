@@ -35,7 +35,7 @@ from bilevel.benchmarks import report
 from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA, SOBO, Method
 from bilevel.problem import Problem
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 SOURCES = 4
 
@@ -313,9 +313,9 @@ def _bilevel(method: Method[Any], size: Size, device: str, how: How) -> Callable
 
     solver = Solver(
         Problem(upper, lower),
-        method,
         torch.zeros(SOURCES, device=device),
         _model(size, device),
+        method=method,
         upper_data=[_tokens(size, device)],
         lower_data=[_tokens(size, device)],
     )

@@ -21,8 +21,7 @@ from bilevel.benchmarks import report
 from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
-from bilevel.run.many import minimize_many
-from bilevel.run.minimize import minimize
+from bilevel.run import minimize, minimize_many
 
 SAMPLES, PIXELS, CLASSES = 19_000, 784, 10
 BATCH = 50

@@ -22,7 +22,7 @@ from bilevel.errors import NonFiniteError
 from bilevel.errors.checks import check_count
 from bilevel.methods import METHODS
 from bilevel.problems import Quadratic
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 from bilevel.stepping.schedules import Power, Ramp
 
 TARGET = 1e-6
@@ -146,7 +146,7 @@ def measure(case: Case, *, seed: int = 0, repeats: int = 3) -> Row:
     seconds = []
     for _ in range(repeats):
         problem = Counted(seed=seed)
-        solver = Solver(problem, case.method(), problem.x0, problem.y0)
+        solver = Solver(problem, problem.x0, problem.y0, method=case.method())
         problem.reset()
         start = time.perf_counter()
         with suppress(NonFiniteError):

@@ -21,7 +21,7 @@ from rich.table import Table
 from bilevel.benchmarks import report
 from bilevel.benchmarks.overhead.task import Task
 from bilevel.errors.checks import check_count
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from bilevel.benchmarks import report
 from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA, Info
 from bilevel.problems import Quadratic
-from bilevel.run.checkpoint import Checkpoint
-from bilevel.run.minimize import MEASURED, minimize
-from bilevel.run.solver import Solver
+from bilevel.run import Checkpoint, Solver, minimize
+from bilevel.run.history import MEASURED
 
 PARTS = 100
 EAGER = 20

@@ -23,7 +23,7 @@ from bilevel.benchmarks import report
 from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 from bilevel.variables import Table
 
 Kind = Literal["table", "tensor"]
@@ -163,9 +163,9 @@ def _solver(
     start = torch.zeros(count, device=device)
     return Solver(
         Problem(trusted_loss, weighted_loss),
-        F2SA(lower_lr=0.01, upper_lr=1.0, inner_steps=inner_steps),
         Table(start) if kind == "table" else start,
         torch.zeros(_PIXELS, _CLASSES, device=device),
+        method=F2SA(lower_lr=0.01, upper_lr=1.0, inner_steps=inner_steps),
         upper_data=trusted,
         lower_data=samples,
         seed=seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +163,10 @@ class EagerEvaluator(Evaluator):
             self._pending = _Pending(check, state.k, state.multiplier)
         state.k, state.multiplier = state.k + 1, multiplier  # type: ignore[assignment]
         return info
+
+    def assume_unchanged(self) -> AbstractContextManager[None]:
+        """For a loop in which only the steps change what the objectives use; for compiled code."""
+        return nullcontext()
 
     def settle(self, state: State) -> None:
         """Wait for steps that were left early; a bad number raises, with k of the step that met it.
@@ -334,7 +339,7 @@ class EagerEvaluator(Evaluator):
         return found
 
     def _set_aside(self, point: Variable) -> list[Tensor] | None:
-        """The gradients, taken off the leaves, large ones in the type asked for; None: no leaves."""
+        """The gradients, taken off the leaves, large ones in the type asked for."""
         if not any(leaf.requires_grad for leaf in point.leaves):
             return None
         grads, dtype = point.take_grads(), self._execution.accumulate

@@ -29,7 +29,7 @@ from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 Array = npt.NDArray[np.float64]
 
@@ -160,9 +160,9 @@ def measure(
         y0 = problem.lower_solution(x0)
     solver = Solver(
         problem,
-        method_for(problem.constants, algorithm, regime),
         x0,
         y0,
+        method=method_for(problem.constants, algorithm, regime),
         upper_data=problem.upper_noise,
         lower_data=problem.lower_noise,
         seed=seed,

@@ -10,6 +10,7 @@ from bilevel.methods.aid import AID
 from bilevel.methods.base import Iterates, Method
 from bilevel.methods.bome import BOME
 from bilevel.methods.capabilities import Ability, Limit, Properties
+from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.f2ba import F2BA
 from bilevel.methods.f2sa import F2SA
@@ -82,6 +83,7 @@ __all__ = [
     "VPBGD",
     "Ability",
     "Descent",
+    "DescentMethod",
     "Evaluator",
     "Info",
     "Iterates",

@@ -27,7 +27,7 @@ from bilevel.mixing.text import (
     Windows,
     read_text,
 )
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 PLOT = "weights.png"
 FILES = (WEIGHTS, TABLE, PLOT, TENSORS, DESCRIPTION)

@@ -14,10 +14,8 @@ from bilevel.methods import F2SA, Info, Method, method_of
 from bilevel.mixing.mixture import Mixture, named
 from bilevel.mixing.tokens import Loss, Tokens, tokens_of
 from bilevel.problem import Problem
-from bilevel.run.checkpoint.folder import CheckpointLike
+from bilevel.run import Callback, CheckpointLike, Solver, minimize
 from bilevel.run.loggers import Logger
-from bilevel.run.minimize import Callback, minimize
-from bilevel.run.solver import Solver
 from bilevel.sampling import Together
 
 

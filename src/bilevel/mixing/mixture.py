@@ -17,8 +17,8 @@ from bilevel.data.output import printable, read_description
 from bilevel.errors import ArgumentError, InputError, MissingExtraError, OutputError
 from bilevel.errors.checks import checked_path
 from bilevel.errors.extras import needed
+from bilevel.run import History
 from bilevel.run._version import __version__
-from bilevel.run.minimize import History
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -173,8 +173,8 @@ def tracking_errors(
     Example:
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
-        >>> solver = bilevel.Solver(problem, bilevel.F2SA(lower_lr=1.0, inner_steps=500),
-        ...                         problem.x0, problem.y0)
+        >>> solver = bilevel.Solver(problem, problem.x0, problem.y0,
+        ...                         method=bilevel.F2SA(lower_lr=1.0, inner_steps=500))
         >>> x_0 = solver.x
         >>> info = solver.step()
         >>> errors = bilevel.diagnostics.tracking_errors(

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from bilevel.engine.stacked.stack import Runs, Stack, StackedProblem, stacked_state
-from bilevel.engine.stacked.streams import UnbatchableError, together
+from bilevel.engine.stacked import (
+    Runs,
+    StackedEvaluator,
+    StackedVariable,
+    UnbatchableError,
+    stacked_state,
+    stacked_stream,
+)
 from bilevel.errors import NonFiniteError
-from bilevel.methods import F2BA, F2SA, Info, Method
-from bilevel.problem import Problem
-from bilevel.run.minimize import MEASURED, TOLD, History, Outcome, Result, meter_of
-from bilevel.run.solver import Sampling, start_at
+from bilevel.methods import Ability, DescentMethod, Info, Method, State
+from bilevel.problem import Problem, check_objectives
+from bilevel.run.history import MEASURED, RATES, Recorder
+from bilevel.run.minimize import meter_of
+from bilevel.run.outcome import Outcome, Result
+from bilevel.run.setup import Sampling, starting_point
 from bilevel.sampling import Draw, Iterated
 from bilevel.variables import Variable
 
@@ -54,34 +61,17 @@ class Ending:
     reason: str | None
 
 
-def why_alone(method: Method[Any]) -> str | None:
-    """Why runs of a method cannot be one computation; None if they can."""
-    if type(method) not in (F2SA, F2BA):
-        return f"{type(method).__name__} is not one of F2SA and F2BA"
-    assert isinstance(method, F2SA)
-    for name in ("lower_optimizer", "upper_optimizer", "acceleration", "loss_scale"):
-        if getattr(method, name, None) is not None:
-            return f"{name} keeps a state of its own for each run"
-    if method.accumulate:
-        return "accumulate=True is to save memory, of which many runs at once take more"
-    rates = {"lower_lr": method.rates.lower, "upper_lr": method.rates.upper}
-    found = [name for name, rate in rates.items() if rate is None]
-    if found:
-        columns = " and ".join(f"history[{name!r}]" for name in found)
-        return (
-            f"each run finds {' and '.join(found)} for itself ('auto'); give numbers, such as the "
-            f"last in {columns} of one run"
-        )
-    return None
-
-
 def structure(method: Method[Any]) -> Any:
-    """What the runs of one computation have in common: all but the rates and the multiplier."""
-    reason = why_alone(method)
-    if reason is not None:
+    """What the runs of one computation have in common: all but the rates and the multiplier.
+
+    For a method whose runs cannot be one computation it is the reason.
+    """
+    reason = method.why_not(Ability.STACK)
+    if reason is not None or not isinstance(method, DescentMethod):
         return reason
-    assert isinstance(method, F2SA)
-    return replace(method, lower_lr=1.0, upper_lr=1.0, multiplier=1.0, penalty_lr=None)
+    arguments = {field.name for field in fields(method)}
+    free = {"lower_lr": 1.0, "upper_lr": 1.0, "multiplier": 1.0, "penalty_lr": None}
+    return replace(method, **{name: one for name, one in free.items() if name in arguments})
 
 
 def why_broken(error: NonFiniteError) -> str:
@@ -91,16 +81,16 @@ def why_broken(error: NonFiniteError) -> str:
 
 def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
     """Runs of methods that have one structure; raises :class:`UnbatchableError` with a reason."""
-    reason = why_alone(group[0].method)
+    reason = group[0].method.why_not(Ability.STACK)
     if reason is not None:
         raise UnbatchableError(reason)
-    methods = [run.method for run in group if isinstance(run.method, F2SA)]
+    methods = [run.method for run in group if isinstance(run.method, DescentMethod)]
     x, y = _stacked_starts(group, choices.place)
     _check(group, choices, x.template, y.template)
     draw = _stacked_draw(group, choices, x.device)
-    problem = StackedProblem(choices.problem, x.runs)
+    evaluator = StackedEvaluator(choices.problem, draw, x.runs)
     state = stacked_state(methods, choices.problem, x, y)
-    recorder = _Recorder(choices, x.runs)
+    recorder = Recorder(choices.steps, choices.record_every, x.device, x.runs.count)
     _keep_freed_memory(x.device)
     meter = meter_of(choices.steps) if choices.progress else None
     start = time.perf_counter()
@@ -108,42 +98,64 @@ def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
         for k in range(choices.steps):
             if len(x.runs.ended) == len(group):
                 break
-            recorded = k % choices.record_every == 0 or k == choices.steps - 1
-            info = methods[0].step(problem, state, draw, measure=recorded)
+            recorded = recorder.due(k)
+            info = evaluator.outer_step(methods[0].step, state, measure=recorded)
             if recorded:
                 recorder.add(info, time.perf_counter() - start)
                 if meter is not None:
                     meter.show(_median(info))
     seconds = time.perf_counter() - start
-    histories = recorder.histories()
-    solution = state.solution
-    assert isinstance(solution, Stack)
+    ended = dict(x.runs.ended)
+    steps = [ended[run].step if run in ended else choices.steps for run in range(len(group))]
+    points = [x.of_run(run) for run in range(len(group))]
+    solutions = _lower_solutions(state, partial(evaluator.outer_step, methods[0].step, state))
+    histories = recorder.histories(steps)
 
     def ending(run: int) -> Ending:
-        error = x.runs.ended.get(run)
-        steps = choices.steps if error is None else error.step
+        error = ended.get(run)
         outcome = Outcome.COMPLETED if error is None else Outcome.BROKEN
-        point = x.of_run(run), solution.of_run(run)
-        result = Result(*point, histories[run], steps, seconds, outcome, steps)
-        return Ending(result, None if error is None else why_broken(error))
+        found = points[run], solutions[run], histories[run], steps[run], seconds, outcome
+        return Ending(Result(*found, steps[run]), None if error is None else why_broken(error))
 
     return [ending(run) for run in range(len(group))]
 
 
-def _stacked_starts(group: Sequence[Run], place: torch.device | None) -> tuple[Stack, Stack]:
+def _lower_solutions(state: State, step: Callable[..., Info]) -> list[Any]:
+    """The lower solution of each run at its last x, fitted by one more step of all runs.
+
+    A run that has ended, or that ends in this step, keeps the solution that it has. See
+    :meth:`bilevel.Solver.lower_solution`, which does the same for one run.
+    """
+    before = state.solution
+    assert isinstance(before, StackedVariable)
+    runs, before = before.runs, before.clone()
+    going = set(range(runs.count)) - set(runs.ended) if state.k else set()
+    if going:
+        state.k -= 1
+        with torch.enable_grad():
+            step(measure=False)
+    after = state.solution
+    assert isinstance(after, StackedVariable)
+    return [
+        (after if run in going and run not in runs.ended else before).of_run(run)
+        for run in range(runs.count)
+    ]
+
+
+def _stacked_starts(group: Sequence[Run], place: torch.device | None) -> tuple[StackedVariable, StackedVariable]:
     """Where the runs start."""
     starts: dict[tuple[int, int], tuple[Variable, Variable]] = {}
     for run in group:
         key = id(run.x0), id(run.y0)
         if key not in starts:
-            starts[key] = start_at(run.x0, run.y0, place)
+            starts[key] = starting_point(run.x0, run.y0, place)
     ordered = [starts[id(run.x0), id(run.y0)] for run in group]
     runs = Runs(len(group), ordered[0][0].device)
     x, y = (_stack([pair[level] for pair in ordered], runs) for level in (0, 1))
     return x, y
 
 
-def _stack(points: Sequence[Variable], runs: Runs) -> Stack:
+def _stack(points: Sequence[Variable], runs: Runs) -> StackedVariable:
     first = points[0]
     for name, by_rows in zip(first.names, first.by_rows, strict=True):
         if by_rows:
@@ -159,7 +171,7 @@ def _stack(points: Sequence[Variable], runs: Runs) -> Stack:
             )
     with torch.no_grad():
         columns = zip(*(point.leaves for point in points), strict=True)
-        return Stack(first, [torch.stack(column) for column in columns], runs)
+        return StackedVariable(first, [torch.stack(column) for column in columns], runs)
 
 
 def _check(group: Sequence[Run], choices: Choices, x: Variable, y: Variable) -> None:
@@ -174,7 +186,7 @@ def _check(group: Sequence[Run], choices: Choices, x: Variable, y: Variable) -> 
         batches = draw.upper.peek(), draw.lower.peek()
     before = randomness.state_dict()
     with randomness:
-        choices.problem.check(x, y, *batches)
+        check_objectives(choices.problem, x, y, *batches)
     after = randomness.state_dict()
     if not all(torch.equal(before[device], after[device]) for device in before):
         raise UnbatchableError("the objectives draw random numbers, which differ between runs")
@@ -187,8 +199,8 @@ def _stacked_draw(group: Sequence[Run], choices: Choices, home: torch.device) ->
     )
     if draws[0].chunked and draws[0].direction_batch_size is None:
         raise UnbatchableError("chunk_size is to save memory, of which many runs at once take more")
-    upper = together([draw.upper for draw in draws], inside)
-    lower = together([draw.lower for draw in draws], inside)
+    upper = stacked_stream([draw.upper for draw in draws], inside)
+    lower = stacked_stream([draw.lower for draw in draws], inside)
     return Draw(upper, lower, draws[0].direction_batch_size, draws[0].chunk_size)
 
 
@@ -206,46 +218,10 @@ def _keep_freed_memory(device: torch.device) -> None:
         torch.empty(_KEPT, dtype=torch.uint8)
 
 
-class _Recorder:
-    """The histories of all runs, kept on their device until they are asked for."""
-
-    def __init__(self, choices: Choices, runs: Runs) -> None:
-        rows = -(-choices.steps // choices.record_every) + 1
-        device = runs.going.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._runs = runs
-        self._names = (*MEASURED, *TOLD)
-        self._numbers = torch.empty(
-            (rows, len(self._names), runs.count), dtype=dtype, device=device
-        )
-        self._when: list[tuple[int, float]] = []
-
-    def add(self, info: Info, seconds: float) -> None:
-        row = self._numbers[len(self._when)]
-        for place, name in enumerate(self._names):
-            number: Tensor | float = getattr(info, name)
-            row[place] = number.detach() if isinstance(number, Tensor) else number
-        self._when.append((info.step, seconds))
-
-    def histories(self) -> list[History]:
-        """For each run, up to where it ended."""
-        numbers = self._numbers[: len(self._when)].cpu().numpy()
-        step = np.array([step for step, _ in self._when], dtype=np.int64)
-        seconds = np.array([seconds for _, seconds in self._when], dtype=np.float64)
-
-        def history(run: int) -> History:
-            error = self._runs.ended.get(run)
-            rows = len(step) if error is None else int((step < error.step).sum())
-            columns = {name: numbers[:rows, i, run].copy() for i, name in enumerate(self._names)}
-            return {"step": step[:rows].copy(), "seconds": seconds[:rows].copy(), **columns}
-
-        return [history(run) for run in range(self._runs.count)]
-
-
 def _median(info: Info) -> Info:
     """Of each number over the runs, to be shown."""
     numbers: dict[str, Any] = {
         name: torch.as_tensor(getattr(info, name)).detach().nanmedian()
-        for name in (*MEASURED, *TOLD)
+        for name in (*MEASURED, *RATES)
     }
     return replace(info, **numbers)

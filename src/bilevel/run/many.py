@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bilevel.engine.stacked.streams import UnbatchableError
+from bilevel.engine.stacked import UnbatchableError
 from bilevel.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,8 +26,9 @@ from bilevel.errors.checks import check_choice, check_count, check_flag, checked
 from bilevel.methods import Method, method_of
 from bilevel.problem import Problem
 from bilevel.run.batched import Choices, Ending, Run, run_together, structure, why_broken
-from bilevel.run.minimize import Result, minimize
-from bilevel.run.solver import Sampling
+from bilevel.run.minimize import minimize
+from bilevel.run.outcome import Result
+from bilevel.run.setup import Sampling
 from bilevel.sampling import DirectionSize, move
 from bilevel.variables import Variable
 

@@ -56,7 +56,7 @@ UPPER_DATA = (ROWS[:7], TARGETS[:7])
 def solver(method: Any, *, compile: bool, problem: Problem | None = None, **data: Any) -> Solver:
     data = {"upper_data": UPPER_DATA, "lower_data": LOWER_DATA, "batch_size": 4} | data
     x0, y0 = torch.zeros(20, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    return Solver(problem or Problem(upper, lower), method, x0, y0, compile=compile, **data)
+    return Solver(problem or Problem(upper, lower), x0, y0, method=method, compile=compile, **data)
 
 
 def program(run: Solver) -> Program:
@@ -139,7 +139,7 @@ def assert_modules_and_numbers_move(method: Any) -> None:
 
     runs = [
         Solver(
-            Problem(f, g), method, x0, y0,
+            Problem(f, g), x0, y0, method=method,
             upper_data=UPPER_DATA, lower_data=LOWER_DATA, batch_size=4, compile=c,
         )
         for c in (False, True)

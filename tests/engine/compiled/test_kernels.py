@@ -60,9 +60,9 @@ def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
     runs = [
         Solver(
             Problem(f, g, x_set=bilevel.sets.Box(0, 1)),
-            F2SA(**SETTINGS),
             torch.full((20,), 0.5),
             {"w": torch.zeros(3, 3), "b": torch.zeros(3)},
+            method=F2SA(**SETTINGS),
             upper_data=(rows[:7], labels[:7]),
             lower_data=(rows, labels.flip(0), torch.arange(20)),
             batch_size=4,
@@ -95,7 +95,7 @@ def test_the_list_of_another_trace_leaves_nothing_out() -> None:
     runs = [
         Solver(
             Problem(lambda x, y, batch: (y - 1) ** 2, lambda x, y, batch: (y - x) ** 2),
-            F2SA(**SETTINGS), x0, y0, compile=c,
+            x0, y0, method=F2SA(**SETTINGS), compile=c,
         )
         for c in (False, True)
     ]  # fmt: skip
@@ -116,9 +116,9 @@ def test_small_steps_run_on_one_thread_and_large_ones_on_all(
             lambda x, y, batch: (batch @ y).square().mean(),
             lambda x, y, batch: (batch @ (y - x)).square().mean(),
         ),
-        F2SA(inner_steps=1, lower_lr=1e-5, upper_lr=1e-5),
         torch.zeros(width, 8),
         torch.ones(width, 8),
+        method=F2SA(inner_steps=1, lower_lr=1e-5, upper_lr=1e-5),
         upper_data=rows,
         lower_data=rows,
         batch_size=500,
@@ -154,7 +154,11 @@ def test_kernels_stop_at_a_number_that_is_not_finite() -> None:
     messages = []
     for compile in (False, True):
         run = Solver(
-            problem, F2SA(inner_steps=4, lower_lr=3.0, upper_lr=0.1), start, start, compile=compile
+            problem,
+            start,
+            start,
+            method=F2SA(inner_steps=4, lower_lr=3.0, upper_lr=0.1),
+            compile=compile,
         )
         with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
             for _ in range(50):

@@ -152,12 +152,12 @@ def test_what_looks_at_values_is_not_compiled(
     x0, y0 = torch.tensor(-2.0, dtype=dtype), torch.tensor(-3.0, dtype=dtype)
     method = F2SA(inner_steps=3, lower_lr=0.05, upper_lr=0.1, multiplier=10.0)
     runs = [
-        Solver(Problem(lambda x, y, batch: (y - 1) ** 2, g), method, x0, y0, compile=c)
+        Solver(Problem(lambda x, y, batch: (y - 1) ** 2, g), x0, y0, method=method, compile=c)
         for c in (False, True)
     ]
 
     def take_steps(run: Solver) -> None:
-        with run.undisturbed() if undisturbed else nullcontext():
+        with run.assume_unchanged() if undisturbed else nullcontext():
             for _ in range(8):
                 run.step()
 
@@ -179,8 +179,7 @@ def test_an_error_of_the_objectives_is_theirs_also_when_others_were_compiled() -
 
     run = Solver(
         Problem(lambda x, y, batch: ((y - 1) ** 2).sum(), g),
-        F2SA(inner_steps=2, lower_lr=0.1, upper_lr=0.1),
-        torch.zeros(2), torch.zeros(2),
+        torch.zeros(2), torch.zeros(2), method=F2SA(inner_steps=2, lower_lr=0.1, upper_lr=0.1),
         lower_data=DataLoader(torch.ones(5, 1), batch_size=4), compile=True,
     )  # fmt: skip
     with (
@@ -217,7 +216,7 @@ def test_undisturbed_steps_ask_once_what_the_objectives_use() -> None:
     eager, compiled = (
         solver(SCHEMES["forward"], compile=c, problem=problem) for c in (False, True)
     )
-    with compiled.undisturbed():
+    with compiled.assume_unchanged():
         assert_same((eager, compiled), 3)
         weight[0] = 3.0  # which breaks the promise: it is not seen
         compiled.step()
@@ -225,10 +224,10 @@ def test_undisturbed_steps_ask_once_what_the_objectives_use() -> None:
     eager.step()
     weight[0] = 3.0
     assert_same((eager, compiled), 3)
-    with compiled.undisturbed():
+    with compiled.assume_unchanged():
         weight[0] = 2.0  # before the first step: it is
         assert_same((eager, compiled), 2)
-        with compiled.undisturbed():
+        with compiled.assume_unchanged():
             weight[0] = 4.0
             assert_same((eager, compiled), 2)
         weight[0] = 5.0
@@ -245,7 +244,7 @@ def test_what_breaks_in_an_undisturbed_step_is_told_as_ever() -> None:
     states = []
     for run in runs:
         data.copy_(ROWS)
-        with run.undisturbed(), torch.no_grad():
+        with run.assume_unchanged(), torch.no_grad():
             run.step()
             run.step()
             data[3] = float("nan")
@@ -301,9 +300,9 @@ def test_a_table_runs_as_it_is_after_one_warning() -> None:
     with pytest.warns(CompileWarning, match="the rows of a table"):
         run = Solver(
             Problem(upper, weighted),
-            F2SA(**SETTINGS),
             bilevel.Table(torch.zeros(20, dtype=torch.float64)),
             y0,
+            method=F2SA(**SETTINGS),
             upper_data=UPPER_DATA,
             lower_data=LOWER_DATA,
             batch_size=4,
@@ -408,7 +407,7 @@ def test_a_step_that_would_overflow_is_not_taken() -> None:
         lambda x, y, b: ((y - 1) ** 2).sum() + 5 * x.sum(), lambda x, y, b: ((y - x) ** 2).sum()
     )
     start = torch.ones(2, dtype=torch.float64)
-    run = Solver(problem, F2SA(inner_steps=2, upper_lr=1e308), start, start, compile=True)
+    run = Solver(problem, start, start, method=F2SA(inner_steps=2, upper_lr=1e308), compile=True)
     with pytest.raises(NonFiniteError, match=r"^the step of x is not finite at step 0"):
         run.step()
     assert torch.equal(run.x, start)
@@ -569,8 +568,10 @@ def test_terms_may_be_finite_where_their_sum_is_not(
     runs = [
         Solver(
             Problem(f, lambda x, y, batch: ((y - x) ** 2).sum()),
-            F2SA(inner_steps=3, lower_lr=0.1, upper_lr=0.1, multiplier=40.0, scheme="central"),
             torch.zeros(2), torch.zeros(2),
+            method=F2SA(
+                inner_steps=3, lower_lr=0.1, upper_lr=0.1, multiplier=40.0, scheme="central"
+            ),
             upper_data=rows, lower_data=rows, batch_size=2, compile=compile,
         )
         for compile in (False, True)
@@ -590,7 +591,9 @@ def test_terms_may_be_finite_where_their_sum_is_not(
 def test_history_ends_before_the_step_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for late in (False, True):
-        monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state, is_=late: is_)
+        monkeypatch.setattr(
+            "bilevel.engine.compiled.program.may_be_late", lambda state, is_=late: is_
+        )
         with pytest.raises(NonFiniteError) as caught:
             bilevel.minimize(
                 Problem(upper, _Cliff()),

@@ -143,9 +143,9 @@ def _solver(**options: Any) -> bilevel.Solver:
     data = tasks.samples(1, DOUBLE)
     return bilevel.Solver(
         bilevel.Problem(tasks.upper, tasks.lower),
-        bilevel.F2SA(lower_lr=0.1, upper_lr=0.5),
         torch.zeros(tasks.SAMPLES, dtype=DOUBLE),
         torch.zeros(3, dtype=DOUBLE),
+        method=bilevel.F2SA(lower_lr=0.1, upper_lr=0.5),
         **{"upper_data": data, "lower_data": data, "batch_size": 4} | options,
     )
 

@@ -326,9 +326,9 @@ def _messages(rank: int, method: str, measure: bool) -> int:
     data = samples(1, torch.float64)
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower),
-        METHODS[method],
         torch.zeros(SAMPLES, dtype=torch.float64),
         network(torch.float64),
+        method=METHODS[method],
         upper_data=data,
         lower_data=data,
     )

@@ -302,5 +302,5 @@ def test_ranks_that_do_not_know_of_each_other_are_told_so(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.warns(RanksWarning, match="2 ranks were launched"):
-        bilevel.Solver(problem, "f2sa", problem.x0, problem.y0)
-    bilevel.Solver(problem, "f2sa", problem.x0, problem.y0, process_group=None)
+        bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa")
+    bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa", process_group=None)

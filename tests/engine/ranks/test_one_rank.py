@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bilevel
-from bilevel.run.minimize import MEASURED
+from bilevel.run.history import MEASURED
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
 from tests.engine.ranks.tasks import METHODS, SAMPLES, START, numbers

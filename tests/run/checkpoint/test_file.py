@@ -138,7 +138,7 @@ def test_a_file_that_cannot_take_its_place_leaves_nothing(tmp_path: Path) -> Non
 
 def solver() -> bilevel.Solver:
     problem = bilevel.problems.Quadratic(seed=0)
-    return bilevel.Solver(problem, bilevel.F2SA(0.5, 0.1), problem.x0, problem.y0)
+    return bilevel.Solver(problem, problem.x0, problem.y0, method=bilevel.F2SA(0.5, 0.1))
 
 
 @pytest.fixture(scope="module")

@@ -208,9 +208,9 @@ def test_memory_of_modules_comes_back_in_its_order(tmp_path: Path) -> None:
 
         return Solver(
             Problem(loss, loss),
-            F2SA(upper_lr=0.1, lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
             torch.zeros(1),
             model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            method=F2SA(upper_lr=0.1, lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
             upper_data=images, lower_data=images, batch_size=3,
         )  # fmt: skip
 

@@ -155,7 +155,7 @@ def _solver(task: Task, *, compile: bool) -> Runner:
 
     def stepping() -> Generator[tuple[Tensor, Tensor], int, None]:
         solver = task.solver(compile=compile)
-        with solver.undisturbed():
+        with solver.assume_unchanged():
             steps = yield task.problem.x0, task.problem.y0
             while True:
                 for _ in range(steps):

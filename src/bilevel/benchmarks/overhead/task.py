@@ -10,7 +10,7 @@ import torch
 
 from bilevel.methods import F2SA
 from bilevel.problems.cleaning import HyperCleaning
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 Runner: TypeAlias = Callable[[int], tuple[Any, Any]]
 """It takes that many outer steps, and gives x and the solution of the lower level when done."""
@@ -61,14 +61,14 @@ class Task:
         problem = self.problem
         return Solver(
             problem,
-            F2SA(
+            problem.x0,
+            problem.y0,
+            method=F2SA(
                 inner_steps=self.inner_steps,
                 lower_lr=self.lower_lr,
                 upper_lr=self.upper_lr,
                 multiplier=self.multiplier,
             ),
-            problem.x0,
-            problem.y0,
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=self.batch,

@@ -10,7 +10,7 @@ from typing import Any
 
 from bilevel.methods import F2SA, SOBA, SOBO, Method
 from bilevel.problems import HyperCleaning
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 Settings = dict[str, float]
 """Arguments of a method by name, and ``per_visit``, the step of x_i each time that sample i is in
@@ -69,9 +69,9 @@ class Contender:
         upper_lr = settings["per_visit"] * (count if self.sweep else batch)
         return Solver(
             problem,
-            self.method(upper_lr=upper_lr, **others),
             problem.x0,
             problem.y0,
+            method=self.method(upper_lr=upper_lr, **others),
             upper_data=problem.upper_data,
             lower_data=problem.lower_data,
             batch_size=batch,

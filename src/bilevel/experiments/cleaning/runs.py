@@ -15,7 +15,7 @@ from bilevel.errors import RunError
 from bilevel.experiments.cleaning.contenders import Contender, Settings, Sizes
 from bilevel.experiments.judge import BEST, Judge, auc
 from bilevel.problems import HyperCleaning
-from bilevel.run.solver import Solver
+from bilevel.run import Solver
 
 CORRUPTIONS = tuple(BEST)
 BATCHES = (50, 500)

@@ -1,8 +1,10 @@
 """Checkpoints: the state of a run in a file, whole or not at all, and back bit for bit.
 
-:mod:`~bilevel.run.checkpoint.file` is one file; :mod:`~bilevel.run.checkpoint.folder` the files of a run;
-:mod:`~bilevel.run.checkpoint.settings` what made them; :mod:`~bilevel.run.checkpoint.signals` what may end
-a run from outside.
+- ``file``: one file of one process;
+- ``shared``, ``storage``: a checkpoint of several ranks;
+- ``folder``: the checkpoints of a run;
+- ``settings``: what made a checkpoint, so that those of other runs are refused;
+- ``signals``: Ctrl-C and SIGTERM, which end a run after its step.
 """
 
 from bilevel.run.checkpoint.file import read, write

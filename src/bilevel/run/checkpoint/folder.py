@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from bilevel.engine.ranks import Ranks
 from bilevel.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -22,15 +23,23 @@ from bilevel.errors.checks import check_count, checked_number
 from bilevel.run.checkpoint.file import PART
 from bilevel.run.checkpoint.shared import read_any, remove, write_any
 
-if TYPE_CHECKING:
-    from bilevel.engine.ranks import Team
-
 _NAME = re.compile(r"step-(\d{12,})(\.safetensors)?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Where and how often :func:`bilevel.minimize` saves a run.
+
+    The run is saved every minute, at its start and at its end (needs ``bilevel[checkpoint]``).
+    Called again with the same arguments, the run goes on from the newest file that is there and
+    sound, and ends with the same bits as one that was never stopped; a run that is complete returns
+    at once, and with more ``steps`` goes on, as does one that its callback ended. Files of another
+    run are refused, see :meth:`bilevel.Solver.load`. If a file cannot be written later on (the disk
+    is full, say), the run goes on after a :class:`bilevel.errors.CheckpointWarning`.
+
+    Ctrl-C or SIGTERM ends the run after the step that is being taken, with everything saved and the
+    outcome INTERRUPTED; a second one ends it at once. (This is so in the main thread, where the
+    program has no handlers of its own.)
 
     Args:
         folder: of this run alone; it is made if it is not there. On several ranks, one that all of
@@ -89,17 +98,17 @@ class Folder:
     Args:
         choices: where and how often.
         clock: seconds; to be replaced in tests.
-        team: the ranks that save together, each of which calls everything here; None: only one.
+        ranks: the ranks that save together, each of which calls everything here; None: only one.
     """
 
     def __init__(
         self,
         choices: Checkpoint,
         clock: Callable[[], float] = time.monotonic,
-        team: Team | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.path = Path(choices.folder)
-        self._team = team
+        self._ranks = ranks
         self._choices = choices
         self._clock = clock
         self._saved_at = clock()
@@ -115,15 +124,11 @@ class Folder:
             CheckpointError: there are files, but none can be read.
             OutputError: the folder cannot be one.
         """
-        if self._team is None:
-            files = self._tidied()
-        else:  # what one rank sees, all see
-            team = self._team
-            files = team.told(team.together(lambda: {} if team.rank else self._tidied()))
+        files = self._tidied_on_the_first_rank()
         refused = []
         for step, path in sorted(files.items(), reverse=True):
             try:
-                content = read_any(path, self._team)
+                content = read_any(path, self._ranks)
             except CheckpointError as error:
                 refused.append(error)
                 continue
@@ -138,6 +143,13 @@ class Folder:
                 f"{refused[0]}. To begin anew, name another folder",
             )
         return None
+
+    def _tidied_on_the_first_rank(self) -> dict[int, Path]:
+        """The checkpoints as the first rank sees them, so that all ranks read the same one."""
+        ranks = self._ranks
+        if ranks is None:
+            return self._tidied()
+        return ranks.from_first(ranks.all_or_none(lambda: {} if ranks.rank else self._tidied()))
 
     def _tidied(self) -> dict[int, Path]:
         """The checkpoints by their steps; what a run that was killed left is removed."""
@@ -169,9 +181,9 @@ class Folder:
         if step == self._saved_step:
             return
         self._saved_at = self._clock()  # also where it fails: the next try is at its time
-        write_any(self._file(step), content(), self._team)
+        write_any(self._file(step), content(), self._ranks)
         self._saved_step = step
-        if self._team is not None and self._team.rank:
+        if self._ranks is not None and self._ranks.rank:
             return
         # files of later steps could not be read; they count for nothing here
         files = self._files()
@@ -189,7 +201,7 @@ class Folder:
             warn(CheckpointWarning(f"{error}; the run goes on, the newest checkpoint is {kept}"))
 
     def _file(self, step: int) -> Path:
-        ending = ".safetensors" if self._team is None else ""
+        ending = ".safetensors" if self._ranks is None else ""
         return self.path / f"step-{step:012d}{ending}"
 
     def _files(self) -> dict[int, Path]:

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 from bilevel.methods import Method, State
 from bilevel.run.checkpoint.file import bytes_of
 from bilevel.sampling import Together
-from bilevel.stepping.updates import Update
 from bilevel.variables import Averaged, Variable
 
 SHOWN = 5
@@ -80,23 +79,21 @@ def of_method(method: Method[Any]) -> dict[str, Any]:
 
 
 def of_optimizers(state: State) -> dict[str, Any]:
-    """The optimizers of a state and their options, as they are now."""
+    """The optimizers of a state and their current options, by the variables that they move."""
     found = {}
-    for name, value in vars(state).items():
-        for number, update in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(update, Update):
-                continue
-            optimizer, scheduler = update.optimizer, update.scheduler
-            if optimizer is not None:
-                groups = [
-                    {option: part for option, part in group.items() if option != "params"}
-                    for group in optimizer.param_groups
-                ]
-                found[f"{name}[{number}]"] = {
-                    "kind": type(optimizer).__qualname__,
-                    "groups": described(groups),
-                    **({} if scheduler is None else {"scheduler": _of_scheduler(scheduler)}),
-                }
+    for number, update in enumerate(state.updates()):
+        optimizer, scheduler = update.optimizer, update.scheduler
+        if optimizer is None:
+            continue
+        groups = [
+            {option: part for option, part in group.items() if option != "params"}
+            for group in optimizer.param_groups
+        ]
+        found[f"{update.variable.name}[{number}]"] = {
+            "kind": type(optimizer).__qualname__,
+            "groups": described(groups),
+            **({} if scheduler is None else {"scheduler": _of_scheduler(scheduler)}),
+        }
     return found
 
 

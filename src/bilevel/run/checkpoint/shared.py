@@ -17,36 +17,41 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bilevel.engine.ranks import Ranks
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
 from bilevel.variables import is_sharded, row_parts
 
-if TYPE_CHECKING:
-    from bilevel.engine.ranks import Team
+T = TypeVar("T")
 
 OWN = "own"
-"""What in a checkpoint each rank has for itself."""
+"""The key of what differs between the ranks: their data and their random generators."""
 
 _INDEX = "run.safetensors"
 
 
-def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None:
+def on_every_rank(ranks: Ranks | None, action: Callable[[], T]) -> T:
+    """Do something that may fail; where it fails on one rank, every rank raises."""
+    return action() if ranks is None else ranks.all_or_none(action)
+
+
+def write_any(path: Path, content: Mapping[str, Any], ranks: Ranks | None) -> None:
     """Put ``content`` into a file, or on several ranks into a folder.
 
     Raises:
         OutputError: it could not be written, on any of the ranks.
         StateError: there is something in it that could only be pickled.
     """
-    if team is None:
+    if ranks is None:
         write(path, content)
         return
     from torch.distributed.checkpoint.api import CheckpointException
@@ -61,8 +66,8 @@ def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None
         shared = {name: part for name, part in content.items() if name != OWN}
         return json.dumps(packed(shared, "", tensors), allow_nan=False)
 
-    text = team.together(description)
-    part = path.with_name(team.told(f".{path.name}.{secrets.token_hex(4)}{PART}"))
+    text = ranks.all_or_none(description)
+    part = path.with_name(ranks.from_first(f".{path.name}.{secrets.token_hex(4)}{PART}"))
     divided = [name for name, tensor in tensors.items() if is_sharded(tensor)]
 
     def finished(index: dict[str, Any]) -> None:
@@ -74,24 +79,24 @@ def write_any(path: Path, content: Mapping[str, Any], team: Team | None) -> None
 
     writer = Writer(part, content[OWN], finished)
     try:
-        with team.reaching():
+        with ranks.reaching():
             save(
                 dict(tensors),
                 storage_writer=writer,
                 planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=team.group,
+                process_group=ranks.group,
             )
     except CheckpointException as error:
         raise OutputError(
             f"the checkpoint {str(path)!r} could not be written: {_reason(error)}"
         ) from error
     finally:
-        if team.rank == 0:
+        if ranks.rank == 0:
             with suppress(OSError):
                 shutil.rmtree(part, ignore_errors=True)
 
 
-def read_any(path: Path, team: Team | None) -> dict[str, Any]:
+def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     """What :func:`write_any` put there, from as many ranks as it may have been; tensors on the CPU.
 
     What each rank had for itself comes back only where there are as many ranks now.
@@ -100,13 +105,13 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged; on every rank.
     """
     if not (path / _INDEX).is_file():
-        return read(path) if team is None else team.together(lambda: read(path))
+        return on_every_rank(ranks, lambda: read(path))
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from bilevel.run.checkpoint.storage import Reader
 
-    rank, ranks = (0, 1) if team is None else (team.rank, team.size)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
     def opened() -> tuple[Reader, Any, list[str]]:
         index = read(path / _INDEX)
@@ -117,35 +122,35 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
                 path, f"its description is wrong: {type(error).__name__}: {error}"
             ) from error
 
-    reader, text, divided = opened() if team is None else team.together(opened)
+    reader, text, divided = on_every_rank(ranks, opened)
     tensors = {
         name: row_parts(shape, dtype)
-        if team is not None and name in divided
+        if ranks is not None and name in divided
         else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in reader.tensors.items()
     }
-    ranks_of: dict[str, Any] = {} if team is None else {"process_group": team.group}
-    if team is None and dist.is_available() and dist.is_initialized():
-        ranks_of = {"no_dist": True}
+    options: dict[str, Any] = {} if ranks is None else {"process_group": ranks.group}
+    if ranks is None and dist.is_available() and dist.is_initialized():
+        options = {"no_dist": True}
     try:
         with warnings.catch_warnings():
             # that it is not initialised is what was asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(tensors, storage_reader=reader, **ranks_of)
+            load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:
         raise CheckpointError(path, _reason(error)) from error
 
     def whole() -> dict[str, Any]:
         try:
             content: dict[str, Any] = unpacked(text, tensors)
-            own = reader.own(rank) if content.get("ranks") == ranks else {}
+            own = reader.own(rank) if content.get("ranks") == size else {}
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 path, f"its description is wrong: {type(error).__name__}: {error}"
             ) from error
         return content | ({OWN: own} if own else {})
 
-    return whole() if team is None else team.together(whole)
+    return on_every_rank(ranks, whole)
 
 
 def remove(path: Path) -> None:

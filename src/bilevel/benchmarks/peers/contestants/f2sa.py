@@ -55,15 +55,15 @@ def solve(
 
     solver = bilevel.Solver(
         bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(0, 1) if box else None),
-        bilevel.F2SA(
+        torch.full((len(data.labels),), float(box)),
+        data.start,
+        method=bilevel.F2SA(
             lower_lr=bilevel.schedules.Power(lower_lr, 1.0, -decay) if decay else lower_lr,
             upper_lr=per_visit * visited,
             multiplier=multiplier,
             inner_steps=inner_steps,
             single_pass=not sweep,
         ),
-        torch.full((len(data.labels),), float(box)),
-        data.start,
         upper_data=(data.trusted_features, data.trusted_labels),
         lower_data=(data.features, data.labels, data.index),
         batch_size=batch_size,
@@ -72,7 +72,7 @@ def solve(
         seed=seed,
         compile=compile,
     )
-    with solver.undisturbed():
+    with solver.assume_unchanged():
         while True:
             for _ in range(chunk):
                 solver.step(measure=False)

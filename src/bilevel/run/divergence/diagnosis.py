@@ -1,0 +1,228 @@
+"""What is wrong with a run that shows a sign of divergence, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+import torch
+
+from bilevel.problem import Level
+from bilevel.run.divergence.signs import OUTGROWN, Sign, Symptom
+from bilevel.run.solver import Solver
+from bilevel.stepping import StepSizes, Update, slope_of, steepest_curvature
+
+BOTH_LEVELS = (Level.LOWER, Level.UPPER)
+CURVATURE_MARGIN = 1.1
+"""The curvature L is measured from below: a step this much beyond 2/L is certainly too long."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was seen, what is wrong, and what to change.
+
+    Attributes:
+        seen: the sign, in words.
+        cause: what is wrong, as far as it can be told.
+        advice: what to change.
+        levels: whose steps may be too long.
+    """
+
+    seen: str
+    cause: str
+    advice: str
+    levels: tuple[Level, ...]
+
+    def __str__(self) -> str:
+        return f"{self.seen}. The likely cause: {self.cause}. What helps: {self.advice}"
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """A step of y beyond 2/L.
+
+    Attributes:
+        argument: the argument that gives the step.
+        rate: the length of the step.
+        curvature: L, of the function that the step descends on.
+    """
+
+    argument: str
+    rate: float
+    curvature: float
+
+    def diagnosis(self, seen: str) -> Diagnosis:
+        """The same in words."""
+        return Diagnosis(
+            seen,
+            f"{self.argument} is {self.rate:.3g}, beyond 2/L = {2 / self.curvature:.3g} for the "
+            f"curvature L = {self.curvature:.3g} that the lower steps meet, so that each step "
+            f"overshoots by more than it corrects",
+            f"use {self.argument}={1 / self.curvature:.2g} (1/L) or less, or lower_lr='auto'",
+            (Level.LOWER,),
+        )
+
+
+class Probe:
+    """The curvatures of g and f in y at the lower solution, on samples that come again.
+
+    Attributes:
+        steepest: the curvature of g that is largest in absolute value, with its sign.
+    """
+
+    def __init__(self, solver: Solver) -> None:
+        problem, state, draw = solver.problem, solver.state, solver.draw
+        self._solver = solver
+        self._y = state.solution
+        self._g = slope_of(problem.g, state.x, [draw.lower.peek()])
+        f = slope_of(problem.f, state.x, [draw.upper.peek()])
+        self.steepest = steepest_curvature(self._g, self._y)
+        self._of_f = abs(steepest_curvature(f, self._y))
+
+    def longest_step(self, *, smallest: float) -> Overlong | None:
+        """The longest step of y, if it is certainly beyond ``smallest`` times 2/L."""
+        method, now = self._solver.method, step_sizes(self._solver)
+        lower = _lower_step(self._solver)
+        if now is None or lower is None:
+            return None
+        name, rate = lower
+        g = abs(self.steepest)
+        met = g
+        if hasattr(method, "stiffness"):
+            met = method.stiffness(g, self._of_f, float(now.multiplier))
+        own = getattr(method, "penalty_lr", None) is not None
+        found = max(
+            Overlong(name, rate, g if own else met),
+            Overlong("penalty_lr", float(now.penalty), met if own else 0.0),
+            key=lambda step: step.rate * step.curvature,
+        )
+        beyond = found.rate * found.curvature > 2 * smallest * CURVATURE_MARGIN
+        return found if beyond and math.isfinite(found.curvature) else None
+
+    def least(self) -> float:
+        """The smallest curvature of g."""
+        top = abs(self.steepest)
+        return top - abs(steepest_curvature(self._g, self._y, shift=top))
+
+
+@contextmanager
+def probing(solver: Solver) -> Iterator[Probe | None]:
+    """A probe; None where the data or the memory do not allow one."""
+    if not _can_probe(solver):
+        yield None
+        return
+    with solver.evaluating_aside():
+        try:
+            probe = Probe(solver)
+        except torch.cuda.OutOfMemoryError:
+            probe = None
+        yield probe
+
+
+def _can_probe(solver: Solver) -> bool:
+    """Whether samples can be drawn again; those of several ranks would not agree."""
+    return solver.ranks is None and solver.draw.lower.probed and solver.draw.upper.probed
+
+
+def measured_cause(solver: Solver, seen: str) -> Diagnosis | None:
+    """What the curvatures of the lower level say of a run in which so much was ``seen``."""
+    with probing(solver) as probe:
+        if probe is None:
+            return None
+        step = probe.longest_step(smallest=1 / CURVATURE_MARGIN)
+        if step is not None and probe.steepest > 0:
+            return step.diagnosis(seen)
+        least = min(probe.steepest, probe.least())
+        if not least < -1e-3 * abs(probe.steepest):
+            return None
+        return Diagnosis(
+            seen,
+            f"g is not convex in y here (it has the curvature {least:.3g} along a direction), so "
+            f"that the lower level may have no minimum to follow",
+            "add a term such as 0.5 * mu * ||y||^2 to g, or bound y by y_set",
+            (Level.LOWER,),
+        )
+
+
+def diagnose(solver: Solver, sign: Sign, multiplier_growth: float) -> Diagnosis:
+    """Which of the steps is too long in a run that shows that sign."""
+    found = measured_cause(solver, sign.text)
+    if found is not None:
+        return found
+    now = step_sizes(solver)
+    if multiplier_growth >= OUTGROWN and now is not None:
+        return Diagnosis(
+            sign.text,
+            f"the multiplier, now {now.multiplier:.3g}, has grown {multiplier_growth:.3g}-fold "
+            f"over half of the run and outgrows the steps, because it multiplies all that y and z "
+            f"lag behind by",
+            "let it grow more slowly, let upper_lr fall as it grows, or take more inner_steps",
+            (Level.UPPER,),
+        )
+    if sign.symptom is Symptom.LAGGING:
+        return Diagnosis(
+            sign.text,
+            "z, which is to solve the lower level, does not keep up, and the direction of x is "
+            "mostly its error",
+            "use a larger lower_lr or more inner_steps, or a smaller upper_lr",
+            (Level.UPPER,),
+        )
+    return _upper_too_long(solver, sign.text)
+
+
+def _upper_too_long(solver: Solver, seen: str) -> Diagnosis:
+    """What is left where the lower steps are not to blame, or cannot be judged."""
+    now = step_sizes(solver)
+    rate = math.nan if now is None else float(now.upper)
+    given = not math.isnan(rate) and getattr(solver.method, "upper_optimizer", None) is None
+    named = f"upper_lr={rate:.3g}" if given else "the step of x"
+    smaller = f"use upper_lr={rate / 4:.2g} or less" if given else "use a smaller step of x"
+    if _can_probe(solver) and _lower_step(solver) is not None:
+        return Diagnosis(
+            seen,
+            f"{named} is too long for F (the lower steps are within 2/L, so it is x that goes too "
+            f"far)",
+            f"{smaller}, or more inner_steps",
+            (Level.UPPER,),
+        )
+    return Diagnosis(
+        seen,
+        f"{named} or that of y is too long (which of them cannot be told: the curvature cannot be "
+        f"measured on this data, or an optimizer makes other steps of y than its rate says)",
+        f"{smaller}, or a smaller one of y",
+        BOTH_LEVELS,
+    )
+
+
+def _lower_step(solver: Solver) -> tuple[str, float] | None:
+    """The argument that gives the step of y, and its length; None: it is not a plain step."""
+    optimizers = [update.optimizer for update in updates_of(solver, Level.LOWER)]
+    now = step_sizes(solver)
+    if now is None:
+        return None
+    if not any(optimizers):
+        return "lower_lr", float(now.lower)
+    (first, *_) = (optimizer for optimizer in optimizers if optimizer is not None)
+    (group, *_) = first.param_groups
+    if type(first) is torch.optim.SGD and not group["momentum"]:
+        return "the lr of lower_optimizer", float(group["lr"])
+    return None
+
+
+def step_sizes(solver: Solver) -> StepSizes | None:
+    """The step sizes of the last step; None before the first."""
+    return solver.state.policy.current
+
+
+def updates_of(solver: Solver, level: Level) -> list[Update]:
+    """How x moves (upper), or how the copies of y move (lower)."""
+    x, upper = solver.state.x, level is Level.UPPER
+    return [update for update in solver.state.updates() if (update.variable is x) == upper]
+
+
+def slow_down(solver: Solver, level: Level) -> None:
+    """Halve the steps of x, or all those of y."""
+    solver.state.policy.slow_down(level)
+    for update in updates_of(solver, level):
+        update.slow_down()

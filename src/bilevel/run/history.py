@@ -1,0 +1,113 @@
+"""The history of a run, or of many runs that are one computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bilevel.methods import Info
+
+History: TypeAlias = dict[str, npt.NDArray[Any]]
+"""Columns of one length, by their names."""
+
+MEASURED = ("upper", "lower", "gap", "direction_norm")
+"""The numbers of a step that its device computes."""
+
+RATES = ("multiplier", "lower_lr", "upper_lr")
+"""The numbers that are known before the step."""
+
+
+class Recorder:
+    """Takes what steps report; what was measured stays on its device until it is asked for.
+
+    Args:
+        steps: how many steps the run takes at most.
+        every: every that many steps are recorded, and the last.
+        device: where the numbers are measured.
+        runs: how many runs report together, one number each; None: there is only one run.
+
+    Attributes:
+        rows: how many steps were recorded.
+    """
+
+    def __init__(
+        self, steps: int, every: int, device: torch.device, runs: int | None = None
+    ) -> None:
+        self._steps = steps
+        self._every = every
+        self.rows = 0
+        most = -(-steps // every) + 1
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        shape = () if runs is None else (runs,)
+        self._when = np.empty((most, 2))  # the step, and the seconds since the start
+        self._measured = torch.empty((most, len(MEASURED), *shape), dtype=dtype, device=device)
+        # The rates of one run are floats, which a NumPy array takes much faster than a tensor.
+        self._rates: Any = np.empty((most, len(RATES)))
+        if runs is not None:
+            self._rates = torch.empty((most, len(RATES), runs), dtype=dtype, device=device)
+
+    def due(self, k: int) -> bool:
+        """Whether step k is to be recorded."""
+        return k % self._every == 0 or k == self._steps - 1
+
+    def add(self, info: Info, seconds: float) -> None:
+        """Record what a step reports."""
+        self._when[self.rows] = info.step, seconds
+        self._measured[self.rows] = torch.stack([getattr(info, n).detach() for n in MEASURED])
+        for place, name in enumerate(RATES):
+            self._rates[self.rows, place] = getattr(info, name)
+        self.rows += 1
+
+    def forget(self, rows: int) -> None:
+        """Keep only the first ``rows`` recorded steps."""
+        self.rows = rows
+
+    def history(self, steps: int, first: int = 0) -> History:
+        """The columns of one run, of steps below ``steps``, from the row ``first`` on.
+
+        (A step that was recorded may turn out later to be broken; ``steps`` is how many are sound.)
+        """
+        end = first + self._before(steps, first)
+        measured = self._measured[first:end].cpu().numpy()
+        return _columns(self._when[first:end], measured, self._rates[first:end])
+
+    def histories(self, steps: Sequence[int]) -> list[History]:
+        """The columns of each run, of its steps below ``steps[run]``."""
+        measured = self._measured[: self.rows].cpu().numpy()
+        rates = self._rates[: self.rows].cpu().numpy()
+        ends = [self._before(sound) for sound in steps]
+        return [
+            _columns(self._when[:end], measured[:end, :, run], rates[:end, :, run])
+            for run, end in enumerate(ends)
+        ]
+
+    def _before(self, steps: int, first: int = 0) -> int:
+        return int((self._when[first : self.rows, 0] < steps).sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded of one run."""
+        told = np.hstack([self._when[: self.rows], self._rates[: self.rows]])
+        return {"measured": self._measured[: self.rows].clone(), "told": torch.from_numpy(told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the last step of a shorter run may be one that this run leaves out."""
+        kept = [self.due(int(step)) for step in state["told"][:, 0]]
+        self.rows = sum(kept)
+        told = state["told"][kept].numpy()
+        self._when[: self.rows], self._rates[: self.rows] = told[:, :2], told[:, 2:]
+        self._measured[: self.rows] = state["measured"][kept].to(self._measured)
+
+
+def _columns(
+    when: npt.NDArray[Any], measured: npt.NDArray[Any], rates: npt.NDArray[Any]
+) -> History:
+    return {
+        "step": when[:, 0].astype(np.int64),
+        "seconds": when[:, 1].copy(),
+        **{name: measured[:, place].copy() for place, name in enumerate(MEASURED)},
+        **{name: rates[:, place].copy() for place, name in enumerate(RATES)},
+    }

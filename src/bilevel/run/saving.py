@@ -1,0 +1,308 @@
+"""Saving and restoring a run: its state, and what a checkpoint says of where it comes from."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bilevel.engine import EagerEvaluator
+from bilevel.engine.ranks import Ranks, reaching
+from bilevel.errors import CheckpointError, CheckpointWarning, StateError, warn
+from bilevel.errors.checks import checked_path
+from bilevel.methods import Method, State
+from bilevel.problem import Problem
+from bilevel.run._version import __version__
+from bilevel.run.checkpoint import settings
+from bilevel.run.checkpoint.shared import OWN, read_any, write_any
+from bilevel.run.setup import LEVELS, Redraw
+from bilevel.sampling import Draw, PrivateRandomness
+from bilevel.variables import buffers_kept
+
+MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
+"""What is raised when a state of another structure is loaded."""
+
+Values = Mapping[str, float | None]
+"""f and g at the saved point ("upper", "lower"); None where their sample cannot be drawn again."""
+
+
+class Resumable(ABC):
+    """A run that can be saved, and that goes on from where another one was saved.
+
+    Attributes:
+        problem: the two objectives.
+        method: the method object.
+        ranks: the ranks that solve the problem together; None: this process is alone.
+        state: what the method carries.
+        evaluator: evaluates the objectives, with the samples of the run.
+    """
+
+    problem: Problem
+    method: Method[Any]
+    ranks: Ranks | None
+    state: State
+    evaluator: EagerEvaluator
+    _randomness: PrivateRandomness
+    _redraw: Redraw
+    _description: dict[str, Any]
+
+    @property
+    @abstractmethod
+    def draw(self) -> Draw:
+        """Where the samples come from."""
+
+    @draw.setter
+    def draw(self, draw: Draw) -> None: ...
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until all steps are computed."""
+
+    def _reaching(self) -> AbstractContextManager[None]:
+        """For whatever may communicate between ranks, as every use of a divided module does."""
+        return nullcontext() if self.ranks is None else reaching(by_others=True)
+
+    @contextmanager
+    def evaluating_aside(self) -> Iterator[None]:
+        """For evaluations that are no part of the run: the run's random numbers are not used up."""
+        device = self.state.x.device
+        with (
+            self._reaching(),
+            self._randomness,
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the run's future depends on: variables, optimizers, generators, data."""
+        self.settle()
+        with self._randomness:
+            draw = self.draw.state_dict()
+        with self._reaching():
+            state = self.state.state_dict()
+        return {
+            "method": type(self.method).__name__,
+            "state": state,
+            "engine": self.evaluator.state_dict(),
+            "draw": draw,
+            "randomness": self._randomness.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, bit for bit, in a solver made with the same arguments.
+
+        A state that does not fit is refused, and the solver is as it was before.
+        """
+        if not isinstance(state, dict) or state.get("method") != type(self.method).__name__:
+            saver = state.get("method") if isinstance(state, dict) else type(state).__name__
+            raise StateError(
+                f"the state was saved by {saver!r}, but this solver runs "
+                f"{type(self.method).__name__!r}"
+            )
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except MISFITS as error:
+            self._load(before)
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"the state does not fit this solver; was it saved with other data or another "
+                f"problem? ({type(error).__name__}: {error})"
+            ) from error
+
+    def _load(self, state: dict[str, Any], *, data: bool = True) -> None:
+        self.state.load_state_dict(state["state"])
+        self.evaluator.load_state_dict(state["engine"])
+        if data:
+            with self._randomness:
+                self.draw.load_state_dict(state["draw"])
+        self._randomness.load_state_dict(state["randomness"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Put the state into one file, from which :meth:`load` goes on bit for bit.
+
+        The file is there whole or not at all, whenever the program may be killed, and holds a
+        checksum. Tensors are in the safetensors format, everything else is JSON (needs
+        ``bilevel[checkpoint]``). On several ranks all of them call this, and it is a folder, which
+        all must see; as many ranks go on from it bit for bit, others with samples drawn anew.
+
+        Raises:
+            OutputError: it cannot be written; what was there before is there still.
+            StateError: an optimizer of the user's own holds what cannot be saved.
+
+        Example:
+            >>> import tempfile, bilevel
+            >>> problem = bilevel.problems.Quadratic(seed=0)
+            >>> solver = bilevel.Solver(problem, problem.x0, problem.y0)
+            >>> for _ in range(3):
+            ...     info = solver.step()
+            >>> again = bilevel.Solver(problem, problem.x0, problem.y0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     solver.save(f"{folder}/state.safetensors")
+            ...     again.load(f"{folder}/state.safetensors")
+            >>> again.k, float(again.step().upper) == float(solver.step().upper)
+            (3, True)
+        """
+        write_any(checked_path("path", path), self.snapshot(), self.ranks)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file that :meth:`save` or :func:`bilevel.minimize` wrote.
+
+        The solver has to be made with the same arguments (x0 and y0 may hold other numbers). A file
+        that is damaged or of another run is refused, and the solver is as it was before. Whether
+        the objectives and the data are the same is seen from the values that f and g have at the
+        saved point, on samples that can be drawn again. Nothing in the file is ever executed.
+
+        Raises:
+            CheckpointError: the message names the file and the reason.
+        """
+        file = checked_path("path", path)
+        self.restore(file, read_any(file, self.ranks))
+
+    def snapshot(self) -> dict[str, Any]:
+        """What goes into a checkpoint: the state, the arguments, and f and g at its point.
+
+        On several ranks, the parts that differ between the ranks are under a key of their own.
+        """
+        content: dict[str, Any] = {
+            "settings": self._settings(),
+            "versions": _versions(),
+            "solver": self.state_dict(),
+            "values": self._values(),
+        }
+        if self.ranks is not None:
+            content["ranks"] = self.ranks.size
+            content[OWN] = {part: content["solver"].pop(part) for part in ("draw", "randomness")}
+        return content
+
+    def restore(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Go on from what :func:`bilevel.run.checkpoint.read` found in a file."""
+        missing = [part for part in ("settings", "solver", "values") if part not in content]
+        if missing:
+            raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
+        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        as_many_ranks = content.get("ranks", 1) == size
+        skipped = () if as_many_ranks else LEVELS  # with other ranks, the shares of data differ
+        there, here = (
+            {name: part for name, part in made.items() if name not in skipped}
+            for made in (content["settings"], self._settings())
+        )
+        refuse_other_settings(path, there, here)
+        before = self.state_dict(), self.draw, self._randomness
+        state = {**content["solver"], **content.get(OWN, {})}
+        try:
+            if not as_many_ranks:
+                self.draw, self._randomness = self._redraw((rank, size, int(state["state"]["k"])))
+                state["randomness"] = self._randomness.state_dict()
+                with self._randomness:
+                    state["draw"] = self.draw.state_dict()
+            self.load_state_dict(state)
+            if as_many_ranks:
+                self._check_values(path, content["values"])
+        except StateError as error:
+            state, self.draw, self._randomness = before
+            self._load(state)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(path, str(error)) from error
+        _warn_of_other_versions(path, content.get("versions", {}))
+
+    def _settings(self) -> dict[str, Any]:
+        return {**_described(self.problem, self.method), **self._description}
+
+    def _values(self) -> dict[str, float | None]:
+        """The values of f and g at this point; None where their sample cannot be drawn again."""
+        self.settle()
+        x, y = self.state.x, self.state.solution
+        found: dict[str, float | None] = {}
+        levels = (
+            ("upper", self.problem.f, self.draw.upper),
+            ("lower", self.problem.g, self.draw.lower),
+        )
+        for name, objective, stream in levels:
+            found[name] = None
+            if stream.probed:
+                with self.evaluating_aside(), torch.no_grad(), buffers_kept(x, y):
+                    value = objective(x, y, stream.peek()).detach()
+                    found[name] = float(self.evaluator.mean(value))
+        return found
+
+    def _check_values(self, path: Path, there: Values) -> None:
+        """Refuse a state whose f and g are not those of this problem and these data."""
+        here = self._values()
+        # An objective that is not a function of its arguments alone cannot be compared.
+        if here == there or here != self._values():
+            return
+        precision = torch.finfo(self.state.solution.leaves[0].dtype).eps
+        _refuse_other_values(path, there, here, precision)
+
+
+def _described(problem: Problem, method: Method[Any]) -> dict[str, Any]:
+    """The problem and the method as checkpoints compare them."""
+    parts = {
+        name: settings.described(getattr(problem, name))
+        for name in ("upper", "lower", "x_set", "y_set")
+    }
+    return {
+        "problem": {"kind": type(problem).__qualname__, **parts},
+        "method": settings.of_method(method),
+    }
+
+
+def refuse_other_settings(path: Path, there: Any, here: Any) -> None:
+    """Raise, naming what differs, unless a checkpoint was made with these settings."""
+    found = settings.differences(there, here)
+    if found:
+        more = f", and {len(found) - settings.SHOWN} more" if len(found) > settings.SHOWN else ""
+        raise CheckpointError(
+            path, f"it is of another run: {'; '.join(found[: settings.SHOWN])}{more}"
+        )
+
+
+def _refuse_other_values(path: Path, there: Values, here: Values, precision: float) -> None:
+    """Raise unless f and g have at the saved point the values that the checkpoint says.
+
+    ``precision`` is the machine epsilon of the lower variable; half of its digits must agree.
+    """
+    tolerance = math.sqrt(precision)
+    for name, value in here.items():
+        other = there.get(name)
+        if value is None or other is None or math.isnan(value):
+            continue
+        if not math.isclose(value, other, rel_tol=tolerance, abs_tol=tolerance):
+            raise CheckpointError(
+                path,
+                f"{name}(x, y) was {other!r} at the saved point and is {value!r} here: the "
+                f"objectives or the data are others",
+            )
+
+
+def _versions() -> dict[str, str]:
+    """The versions of all that may change the last bits of a run."""
+    return {
+        "bilevel": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _warn_of_other_versions(path: Path, there: Mapping[str, str]) -> None:
+    """Warn where bilevel or torch is of another version, which may round differently."""
+    for name, version in _versions().items():
+        if name in ("bilevel", "torch") and there.get(name) != version:
+            warn(
+                CheckpointWarning(
+                    f"the checkpoint {str(path)!r} was written with {name} {there.get(name)} and "
+                    f"is read with {version}; the run goes on, but perhaps not bit for bit"
+                )
+            )

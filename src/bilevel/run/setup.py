@@ -1,0 +1,236 @@
+"""What a run is made of: its samples, its starting point, and the checks before its first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bilevel.engine import Execution
+from bilevel.engine.ranks import GroupChoice, Ranks, ranks_of_one_process, refuse_on_ranks
+from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import check_count, checked_device
+from bilevel.methods import Method, method_of
+from bilevel.problem import Problem
+from bilevel.run.checkpoint import settings
+from bilevel.sampling import (
+    DirectionSize,
+    Draw,
+    NoData,
+    PrivateRandomness,
+    Together,
+    stream_of,
+)
+from bilevel.variables import Averaged, Variable, part_of
+
+LEVELS = ("upper_data", "lower_data")
+SIZES = ("batch_size", "direction_batch_size", "chunk_size")
+
+Redraw = Callable[[tuple[int, ...]], tuple[Draw, PrivateRandomness]]
+"""From a spawn key to the run's samples and randomness; other keys give independent ones."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the batches of a run are drawn from, and their sizes, as :class:`Solver` takes them."""
+
+    upper_data: Any = None
+    lower_data: Any = None
+    batch_size: int | None = None
+    direction_batch_size: DirectionSize = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size)
+        if self.direction_batch_size is not None and self.direction_batch_size != "all":
+            check_count("direction_batch_size (unless it is 'all')", self.direction_batch_size)
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is not None and self.upper_data is None and self.lower_data is None:
+                raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
+
+    def draw(
+        self,
+        seed: int,
+        place: torch.device | None,
+        home: torch.device,
+        key: tuple[int, ...] = (),
+    ) -> tuple[Draw, PrivateRandomness]:
+        """The samples of the run with that seed, and the randomness of its objectives.
+
+        Args:
+            seed: of the run.
+            place: the device to which batches go; None: they stay where they are.
+            home: the device of x.
+            key: another key gives independent samples of the same seed.
+        """
+        sequence = np.random.SeedSequence(seed, spawn_key=key)
+        seeds = [int(s) for s in sequence.generate_state(3, np.uint64)]
+        upper, lower = (
+            stream_of(
+                name,
+                getattr(self, name),
+                batch_size=self.batch_size,
+                direction_batch_size=self.direction_batch_size,
+                seed=stream_seed >> 1,
+                device=place,
+                home=home,
+            )
+            for name, stream_seed in zip(LEVELS, seeds, strict=False)
+        )
+        if self.batch_size is not None and not (upper.sampled_here or lower.sampled_here):
+            given = [(name, getattr(self, name)) for name in LEVELS]
+            own = [f"{name} ({type(data).__name__})" for name, data in given if data is not None]
+            raise ArgumentError(
+                f"batch_size={self.batch_size!r} is for data that is sampled here, but "
+                f"{' and '.join(own)} brings its own batches; leave batch_size out"
+            )
+        sizes = [
+            self.batch_size if stream.sampled_here else None
+            for stream in (upper, lower)
+            if not isinstance(stream, NoData)
+        ]
+        # A batch whose size is not decided here (None) may have any size.
+        chunked = self.chunk_size is not None and any(
+            size is None or size > self.chunk_size for size in sizes
+        )
+        chunk = self.batch_size if self.chunk_size is None else self.chunk_size
+        draw = Draw(upper, lower, self.direction_batch_size, chunk, chunked)
+        return draw, PrivateRandomness(seeds[2] >> 1, home)
+
+    def described(self, *, length: bool = True) -> dict[str, Any]:
+        """The data and the sizes as checkpoints describe them; without ``length``, of any size."""
+        data = {name: settings.of_data(getattr(self, name), length=length) for name in LEVELS}
+        return data | {name: settings.described(getattr(self, name)) for name in SIZES}
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether some of the data is an iterator, which nobody can go through again."""
+        return any(_is_one_pass(getattr(self, name)) for name in LEVELS)
+
+    def lengths(self) -> dict[str, int | None]:
+        """How many samples each level has, where that is known."""
+        return {name: settings.length_of(getattr(self, name)) for name in LEVELS}
+
+
+def _is_one_pass(data: Any) -> bool:
+    parts = data.data.values() if isinstance(data, Together) else [data]
+    return any(isinstance(part, Iterator) for part in parts)
+
+
+def starting_point(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variable, Variable]:
+    """The variables of a run, copied from x0 and y0."""
+    x = Variable.copy_of(x0, "x", place)
+    y = Variable.copy_of(y0, "y", place)
+    if x.device != y.device:
+        raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
+    for variable, name in ((x, "x0"), (y, "y0")):
+        for path, leaf in zip(variable.names, variable.leaves, strict=True):
+            if not bool(torch.isfinite(part_of(leaf)).all()):
+                where = name + path.removeprefix(variable.name)
+                raise ArgumentError(f"{where} holds a number that is not finite")
+    return x, y
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a :class:`Solver`, not checked yet; callables check theirs."""
+
+    problem: Problem
+    x0: Any
+    y0: Any
+    method: str | Method[Any]
+    sampling: Callable[[], Sampling]
+    execution: Callable[[], Execution]
+    seed: int
+    device: torch.device | str | None
+    process_group: GroupChoice
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The parts of a run on one rank, all checked.
+
+    Attributes:
+        ranks: the ranks that solve the problem together; None: this process is alone.
+        method: the method object.
+        x, y: the variables at the starting point.
+        sampling: what the batches are drawn from.
+        execution: how steps are executed.
+        redraw: makes the samples and the randomness of another spawn key.
+        draw, randomness: those of this rank.
+        description: the arguments as checkpoints compare them.
+    """
+
+    ranks: Ranks | None
+    method: Method[Any]
+    x: Variable
+    y: Variable
+    sampling: Sampling
+    execution: Execution
+    redraw: Redraw
+    draw: Draw
+    randomness: PrivateRandomness
+    description: dict[str, Any]
+
+
+def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
+    """Check the arguments on this rank; needs no other rank, so that errors can be shared."""
+    if not isinstance(given.problem, Problem):
+        raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {given.problem!r}")
+    sampling, execution = given.sampling(), given.execution()
+    check_count("seed", given.seed, least=0)
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "a run needs gradients, but it was begun inside torch.inference_mode(), whose tensors "
+            "can never have any; begin it outside (torch.no_grad() does no harm)"
+        )
+    method = method_of(given.method)
+    place = None if given.device is None else checked_device("device", given.device)
+    x, y = starting_point(given.x0, given.y0, place)
+    ranks = ranks or ranks_of_one_process(given.process_group, x, y)
+    if ranks is not None:
+        refuse_on_ranks(ranks, given.problem, method, x, y)
+    redraw = partial(sampling.draw, given.seed, place, x.device)
+    draw, randomness = redraw(() if ranks is None else ranks.key)
+    larger = sampling.direction_batch_size is not None
+    execution.check(method, larger_direction=larger, chunked=draw.chunked)
+    method.check(given.problem, draw, x)
+    description = {
+        "seed": int(given.seed),
+        "device": x.device.type,
+        **sampling.described(length=ranks is None),
+        "accumulate": settings.described(execution.accumulate),
+        "loss_scale": settings.described(execution.loss_scale),
+        "x": settings.of_variable(x),
+        "y": settings.of_variable(y),
+    }
+    return Prepared(
+        ranks, method, x, y, sampling, execution, redraw, draw, randomness, description
+    )
+
+
+def agree_on_ranks(ranks: Ranks, made: Prepared, all_settings: dict[str, Any]) -> None:
+    """Raise on every rank unless all solve one problem; start all at the first rank's numbers."""
+    ranks.require_same(all_settings, settings.differences)
+    wrapped = any(kind is not Averaged.HERE for v in (made.x, made.y) for kind in v.averaged)
+    exact = wrapped and made.sampling.direction_batch_size == "all"
+    ranks.check_shares(made.sampling.lengths(), exact=exact)
+    for variable in (made.x, made.y):
+        ranks.broadcast(variable)
+
+
+def announce_ranks(ranks: Ranks | None, process_group: GroupChoice) -> None:
+    """Log, on the first rank, that ranks work together though nobody asked for it by name."""
+    if ranks is not None and ranks.rank == 0 and ranks.size > 1 and process_group == "default":
+        logging.getLogger("bilevel").warning(
+            "%d ranks solve this problem together, because torch.distributed is initialised; "
+            "process_group=None lets each rank solve it by itself",
+            ranks.size,
+        )
