@@ -13,7 +13,7 @@ from torch import Tensor
 import bilevel
 from bilevel.data import Mnist
 from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
-from bilevel.problems import HyperCleaning, cleaning
+from bilevel.problems import HyperCleaning, cleaning, softmax
 
 N, M, D, K = 24, 9, 5, 3
 RIDGE = 0.02
@@ -78,7 +78,7 @@ def test_solutions_are_stationary(
     weights: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(cleaning, "_WIDEST", 2)
+        monkeypatch.setattr(softmax, "WIDEST", 2)
     problem, x = small(weights=weights), point(weights)
     slope_f = torch.func.grad(problem.upper, argnums=1)
     slope_g = torch.func.grad(problem.lower, argnums=1)
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_the_value(
     weights: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wide:
-        monkeypatch.setattr(cleaning, "_WIDEST", 2)
+        monkeypatch.setattr(softmax, "WIDEST", 2)
     problem, x = small(weights=weights), point(weights)
     h = 1e-4
     differences = [

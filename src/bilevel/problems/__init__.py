@@ -1,4 +1,4 @@
-"""Problems with known answers: for tests, for measuring methods, for learning the interface."""
+"""Problems with known answers, for tests, for comparing methods and as examples."""
 
 from bilevel.problems.cleaning import HyperCleaning
 from bilevel.problems.known import KnownProblem

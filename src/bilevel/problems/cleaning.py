@@ -1,4 +1,4 @@
-"""Data hyper-cleaning, the paper's task: which labels to believe, learned from trusted ones."""
+"""Data hyper-cleaning, the paper's task: learn from trusted samples which labels are right."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from bilevel.data import mnist
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError
 from bilevel.errors.checks import (
     check_choice,
     check_count,
@@ -26,22 +25,27 @@ from bilevel.errors.checks import (
 from bilevel.problem import Box
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.lbfgs import lbfgs
+from bilevel.problems.softmax import (
+    ArrayLike,
+    LabelledSamples,
+    Preconditioner,
+    check_same_width,
+    checked_class_count,
+    checked_features,
+    checked_labels,
+)
 from bilevel.variables import conjugate_gradients
-
-Array: TypeAlias = Tensor | npt.NDArray[Any]
-
-_WIDEST = 2000  # features beyond which a dense matrix over them costs more than it saves
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How the upper variable becomes weights of samples.
+    """How the upper variable x determines the weights w(x) of the samples.
 
     Attributes:
         weight: x -> w(x), entry by entry.
-        slope: x -> w'(x).
-        start: where x starts.
-        x_set: where x stays.
+        slope: x -> w'(x), entry by entry.
+        start: the first value of every entry of x.
+        x_set: the set to which x is confined.
     """
 
     weight: Callable[[Tensor], Tensor]
@@ -50,7 +54,7 @@ class Weighting:
     x_set: Box | None
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -60,12 +64,12 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 WEIGHTINGS = {
     "sigmoid": Weighting(torch.sigmoid, _sigmoid_slope, 0.0, None),
-    "box": Weighting(_itself, torch.ones_like, 1.0, Box(0, 1)),
+    "box": Weighting(_identity, torch.ones_like, 1.0, Box(0, 1)),
 }
 
 
 class HyperCleaning(KnownProblem):
-    """One weight per training sample, learned so that the model does well on trusted samples.
+    """One weight per training sample, learned so that the model fits the trusted samples.
 
     With training samples (a_i, b_i), i <= n, whose labels are noisy, trusted samples (c_j, d_j),
     j <= m, and a softmax regression y over k classes with the cross entropy CE,
@@ -73,28 +77,28 @@ class HyperCleaning(KnownProblem):
         g(x, y) = 1/n sum_i w(x_i) CE(y a_i, b_i) + ridge ||y||^2
         f(x, y) = 1/m sum_j CE(y c_j, d_j)
 
-    y is one matrix (k, d + 1), in the order of ``nn.Linear``; its last column is the bias, to which
-    belongs a feature that is 1 in every sample. So a forward pass is one product of matrices.
+    y is one matrix (k, d + 1), laid out as in ``nn.Linear``. Its last column is the bias, which
+    multiplies a feature that is 1 in every sample, so a forward pass is one matrix product.
 
     y*(x) and y*_lam(x) come from L-BFGS with gradients in closed form, grad F from the implicit
     function theorem with conjugate gradients on Hessian products in closed form. A tolerance
-    bounds ||grad_y g||, and by strong convexity ||y - y*(x)|| <= tolerance / (2 ridge).
+    bounds ||grad_y g||; by strong convexity ||y - y*(x)|| <= tolerance / (2 ridge).
 
-    ``lower_data`` is (features, labels, index) and ``upper_data`` is (features, labels), with the
-    feature that is 1 in them; without data (batch None) the objectives use all samples.
+    ``lower_data`` is (features, labels, index) and ``upper_data`` is (features, labels); the
+    features include the constant one. If the batch is None, the objectives use all samples.
 
     Args:
         images, labels: n training samples, an array of any shape (n, ...), and their classes.
         trusted_images, trusted_labels: m samples whose labels are right.
-        ridge: mu_g is at least twice this.
-        weights: ``"sigmoid"``: w = sigmoid(x), x unconstrained, as in the paper; ``"box"``: x are
-            the weights themselves, confined to [0, 1].
+        ridge: the weight of the ridge term; mu_g is at least twice this.
+        weights: ``"sigmoid"``: w = sigmoid(x) with x unconstrained, as in the paper; ``"box"``: x
+            holds the weights themselves, confined to [0, 1].
         classes: k; None: one more than the largest label.
-        true_labels: of the training samples, where they are known; ``corrupted`` says which
-            labels differ from them.
-        test_images, test_labels: for :meth:`accuracy`.
-        dtype: of all but labels.
-        device: where all of it lies; None: where the images do.
+        true_labels: the right labels of the training samples, if they are known; ``corrupted`` says
+            which labels differ from them.
+        test_images, test_labels: the samples for :meth:`accuracy`.
+        dtype: the type of all tensors except labels.
+        device: the device of all tensors; None: that of the images.
 
     Example:
         >>> images, labels = torch.randn(40, 3), torch.arange(40) % 4
@@ -105,17 +109,17 @@ class HyperCleaning(KnownProblem):
 
     def __init__(
         self,
-        images: Array,
-        labels: Array,
-        trusted_images: Array,
-        trusted_labels: Array,
+        images: ArrayLike,
+        labels: ArrayLike,
+        trusted_images: ArrayLike,
+        trusted_labels: ArrayLike,
         *,
         ridge: float = 0.01,
         weights: str = "sigmoid",
         classes: int | None = None,
-        true_labels: Array | None = None,
-        test_images: Array | None = None,
-        test_labels: Array | None = None,
+        true_labels: ArrayLike | None = None,
+        test_images: ArrayLike | None = None,
+        test_labels: ArrayLike | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -127,48 +131,33 @@ class HyperCleaning(KnownProblem):
         if device is not None:
             device = checked_device("device", device)
         if (test_images is None) != (test_labels is None):
-            raise ArgumentError("test_images and test_labels go together; one of them is None")
+            raise ArgumentError("test_images and test_labels go together, but one of them is None")
 
-        given = {
-            "": (images, labels),
-            "trusted_": (trusted_images, trusted_labels),
-            **({} if test_images is None else {"test_": (test_images, test_labels)}),
-        }
-        loaded = {
-            kind: (
-                _features(f"{kind}images", some, dtype, device),
-                _classes(f"{kind}labels", given_labels, len(some), device),
+        def loaded(kind: str, images: ArrayLike, labels: ArrayLike) -> LabelledSamples:
+            return LabelledSamples(
+                checked_features(f"{kind}images", images, dtype, device),
+                checked_labels(f"{kind}labels", labels, len(images), device),
             )
-            for kind, (some, given_labels) in given.items()
-        }
-        self.lower_data = (*loaded[""], torch.arange(len(images), device=loaded[""][0].device))
-        self.upper_data = loaded["trusted_"]
-        self.test_data = loaded.get("test_")
-        self.true_labels = (
-            None
-            if true_labels is None
-            else _classes("true_labels", true_labels, len(images), device)
-        )
-        widths = {f"{kind}images": features.shape[1] - 1 for kind, (features, _) in loaded.items()}
-        if len(set(widths.values())) > 1:
-            stated = ", ".join(f"{name} {width}" for name, width in widths.items())
-            raise ArgumentError(f"all samples must have as many features: {stated}")
-        largest = {f"{kind}labels": int(classes.max()) for kind, (_, classes) in loaded.items()}
-        if self.true_labels is not None:
-            largest["true_labels"] = int(self.true_labels.max())
-        if classes is None:
-            classes = max(largest.values()) + 1
-        check_count("classes", classes, 2)
-        for name, label in largest.items():
-            if label >= classes:
-                raise ArgumentError(f"{name} has the label {label}, but classes={classes}")
 
-        self.classes = classes
-        features = self.lower_data[0]
-        self.x0 = features.new_full((len(images),), self.weighting.start)
-        self.y0 = features.new_zeros(classes, features.shape[1])
-        self._train = _Samples(*loaded[""])
-        self._trusted = _Samples(*loaded["trusted_"])
+        self._train = loaded("", images, labels)
+        self._trusted = loaded("trusted_", trusted_images, trusted_labels)
+        samples = {"": self._train, "trusted_": self._trusted}
+        self.test_data = None
+        if test_images is not None and test_labels is not None:
+            samples["test_"] = loaded("test_", test_images, test_labels)
+            self.test_data = (samples["test_"].features, samples["test_"].labels)
+        self.true_labels = None
+        if true_labels is not None:
+            self.true_labels = checked_labels("true_labels", true_labels, len(images), device)
+        check_same_width(samples)
+        self.classes = checked_class_count(classes, samples, self.true_labels)
+
+        features = self._train.features
+        index = torch.arange(len(features), device=features.device)
+        self.lower_data = (features, self._train.labels, index)
+        self.upper_data = (self._trusted.features, self._trusted.labels)
+        self.x0 = features.new_full((len(features),), self.weighting.start)
+        self.y0 = features.new_zeros(self.classes, features.shape[1])
 
     @classmethod
     def mnist(
@@ -184,18 +173,18 @@ class HyperCleaning(KnownProblem):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> HyperCleaning:
-        """The paper's experiment: handwritten digits, a part of the labels replaced by others.
+        """The paper's experiment: handwritten digits, a fraction of whose labels is wrong.
 
         ``numpy.random.default_rng(seed)`` permutes the 60,000 training digits; the first ``train``
-        are trained on, the next are trusted. Then it chooses which labels are corrupted, and for
-        each of them one of the 9 other classes. Pixels are divided by 255. The 10,000 test digits
-        are as they are.
+        digits are the training samples, the next ``trusted`` digits are trusted. The same generator
+        then chooses which labels are corrupted and, for each of them, one of the 9 other classes.
+        Pixels are divided by 255. All 10,000 test digits are used unchanged.
 
         Args:
             corruption: the fraction of training labels that are wrong.
             train, trusted: n and m.
-            seed: of the permutation and the corruption.
-            data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
+            seed: the seed of the permutation and the corruption.
+            data_dir: the folder that holds MNIST, see :func:`bilevel.data.mnist`.
             ridge, weights, dtype, device: as for the class.
         """
         if checked_number("corruption", corruption) > 1:
@@ -206,7 +195,7 @@ class HyperCleaning(KnownProblem):
         if train + trusted > len(digits.train_labels):
             raise ArgumentError(
                 f"train={train} and trusted={trusted} are more than the "
-                f"{len(digits.train_labels)} training digits"
+                f"{len(digits.train_labels)} training digits; choose smaller numbers"
             )
         generator = np.random.default_rng(seed)
         order = torch.from_numpy(generator.permutation(len(digits.train_labels)))
@@ -232,20 +221,22 @@ class HyperCleaning(KnownProblem):
 
     @property
     def corrupted(self) -> Tensor:
-        """Which training labels are wrong."""
+        """A mask of the training samples whose label is wrong."""
         if self.true_labels is None:
-            raise ArgumentError("which labels are corrupted is known only with true_labels=...")
+            raise ArgumentError("corrupted needs the true labels; construct with true_labels=...")
         return self.lower_data[1] != self.true_labels
 
     def weight(self, x: Tensor) -> Tensor:
-        """w(x): how much each training sample counts."""
+        """w(x): the weight of each training sample."""
         return self.weighting.weight(x)
 
     @torch.no_grad()
     def accuracy(self, y: Tensor) -> float:
-        """The fraction of test samples to which y gives their label."""
+        """The fraction of test samples that y classifies correctly."""
         if self.test_data is None:
-            raise ArgumentError("accuracy is taken on test_images and test_labels, which are None")
+            raise ArgumentError(
+                "accuracy needs test samples; construct with test_images=... and test_labels=..."
+            )
         features, labels = self.test_data
         return float((linear(features, y).argmax(-1) == labels).double().mean())
 
@@ -260,7 +251,7 @@ class HyperCleaning(KnownProblem):
             features, labels, index = batch
             x = x.index_select(0, index)
         losses = cross_entropy(linear(features, y), labels, reduction="none")
-        # as few operations as it takes: with a small minibatch, they are what a step costs
+        # As few operations as possible: their number determines the cost on a small minibatch.
         fit = torch.dot(self.weight(x), losses) / len(losses)
         return torch.add(fit, y.square().sum(), alpha=self.ridge)
 
@@ -271,20 +262,20 @@ class HyperCleaning(KnownProblem):
 
         Args:
             x: the upper variable.
-            start: a y that is near, such as the solution for an x that is; None: zero.
-            tolerance: of ||grad_y g||; None: eps^(3/4), which is 2e-12 in double precision and
-                6e-6 in single.
+            start: a starting guess, such as the solution for a nearby x; None: zero.
+            tolerance: the bound on ||grad_y g||; None: eps^(3/4), which is 2e-12 in double
+                precision and 6e-6 in single precision.
         """
         return self.trained(self.weight(x), start=start, tolerance=tolerance)
 
     def trained(
         self, weights: Tensor, *, start: Tensor | None = None, tolerance: float | None = None
     ) -> Tensor:
-        """The lower solution for these weights of the samples; with all of them 1, no bilevel."""
-        return self._solved(weights, 0.0, start, tolerance)
+        """The lower solution for these sample weights; weights of 1 give ordinary training."""
+        return self._minimiser(weights, 0.0, start, tolerance)
 
     def penalised_solution(self, x: Tensor, multiplier: float) -> Tensor:
-        return self._solved(self.weight(x), 1.0 / multiplier, None, None)
+        return self._minimiser(self.weight(x), 1.0 / multiplier, None, None)
 
     @torch.no_grad()
     def value(
@@ -302,17 +293,17 @@ class HyperCleaning(KnownProblem):
         _, trusted_errors = self._trusted.losses_and_errors(y)
         f_y = self._trusted.pulled_back(trusted_errors / len(trusted_errors))
         probabilities = self._train.probabilities(errors)
-        metric = self._metric
+        preconditioner = self._preconditioner
 
         def product(flat: Tensor) -> Tensor:
-            v = metric.spread(flat.view_as(y))
+            v = preconditioner.from_whitened(flat.view_as(y))
             logits = linear(self._train.features, v)
             logits = probabilities * (logits - (probabilities * logits).sum(-1, keepdim=True))
             image = self._train.pulled_back(shares.unsqueeze(-1) * logits) + 2 * self.ridge * v
-            return metric.gathered(image).reshape(-1)
+            return preconditioner.to_whitened(image).reshape(-1)
 
-        adjoint = conjugate_gradients(product, metric.gathered(f_y).reshape(-1))
-        logits = linear(self._train.features, metric.spread(adjoint.view_as(y)))
+        adjoint = conjugate_gradients(product, preconditioner.to_whitened(f_y).reshape(-1))
+        logits = linear(self._train.features, preconditioner.from_whitened(adjoint.view_as(y)))
         return -self.weighting.slope(x) / len(x) * (errors * logits).sum(-1)
 
     @torch.no_grad()
@@ -322,10 +313,10 @@ class HyperCleaning(KnownProblem):
         return multiplier * self.weighting.slope(x) / len(x) * difference
 
     @torch.no_grad()
-    def _solved(
+    def _minimiser(
         self, weights: Tensor, strength: float, start: Tensor | None, tolerance: float | None
     ) -> Tensor:
-        """argmin_y g + strength * f for these weights of the samples."""
+        """argmin_y g + strength * f for these sample weights."""
         terms = [(self._train, weights / len(weights))]
         if strength:
             count = len(self._trusted.labels)
@@ -345,109 +336,9 @@ class HyperCleaning(KnownProblem):
             objective,
             self.y0 if start is None else start,
             tolerance=checked_number("tolerance", tolerance, above=True),
-            precondition=self._metric.solved,
+            precondition=self._preconditioner.solve,
         )
 
     @cached_property
-    def _metric(self) -> _Metric:
-        """Near the Hessian of g in y, for each class alike.
-
-        It is the Hessian of the losses at y = 0, where every class has the probability 1/k,
-        halved, because weights and confident predictions make it smaller.
-        """
-        features = self.lower_data[0]
-        if features.shape[1] > _WIDEST:
-            return _Metric(None)
-        curvature = (self.classes - 1) / (2 * self.classes**2)
-        matrix = (features.T @ features).double() * (curvature / len(features))
-        # products rounded to the features' precision may make it indefinite
-        rounding = torch.finfo(features.dtype).eps * float(matrix.trace())
-        matrix.diagonal().add_(2 * self.ridge + rounding)
-        factor = torch.linalg.cholesky(matrix)
-        identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-        return _Metric(inverse.to(features.dtype))
-
-
-@dataclass(frozen=True)
-class _Metric:
-    """A matrix M = L L' for the rows of y, by the inverse of L; None: the identity."""
-
-    inverse: Tensor | None
-
-    def spread(self, v: Tensor) -> Tensor:
-        """V L^-1: from coordinates in which M is the identity."""
-        return v if self.inverse is None else v @ self.inverse
-
-    def gathered(self, v: Tensor) -> Tensor:
-        """V L^-T, the transpose of :meth:`spread`."""
-        return v if self.inverse is None else v @ self.inverse.T
-
-    def solved(self, v: Tensor) -> Tensor:
-        """V M^-1."""
-        return self.spread(self.gathered(v))
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Features and labels with the derivatives of their cross entropies written out."""
-
-    features: Tensor
-    labels: Tensor
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        """The features by columns: a product with few columns runs up to four times faster."""
-        return self.features.T.contiguous()
-
-    def losses_and_errors(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """CE of every sample, and its derivative in the logits: probabilities less the label's."""
-        logarithms = torch.log_softmax(linear(self.features, y), -1)
-        column = self.labels.unsqueeze(-1)
-        losses = -logarithms.gather(-1, column)
-        errors = logarithms.exp_().scatter_add_(-1, column, torch.full_like(losses, -1.0))
-        return losses.squeeze(-1), errors
-
-    def probabilities(self, errors: Tensor) -> Tensor:
-        """Of the classes, from the derivative of CE in the logits."""
-        column = self.labels.unsqueeze(-1)
-        return errors.scatter_add(-1, column, torch.ones_like(column, dtype=errors.dtype))
-
-    def pulled_back(self, logits: Tensor) -> Tensor:
-        """The derivative in y, from that in the logits."""
-        return (self._columns @ logits).T
-
-
-def _features(
-    name: str, images: Array, dtype: torch.dtype, device: torch.device | str | None
-) -> Tensor:
-    """The images as rows, with a last feature that is 1."""
-    if not isinstance(images, Tensor | np.ndarray):
-        raise ArgumentTypeError(f"{name} must be a tensor or an array, not {images!r}")
-    rows = torch.as_tensor(images).to(device=device, dtype=dtype)
-    if rows.ndim < 2 or rows.numel() == 0:
-        raise ArgumentError(
-            f"{name} must have the shape (samples, ...) with at least one sample and one feature, "
-            f"not {tuple(rows.shape)}"
-        )
-    rows = rows.flatten(1)
-    broken = (~rows.isfinite()).any(-1).nonzero()
-    if len(broken):
-        raise ArgumentError(f"{name} must be finite, but sample {int(broken[0])} is not")
-    return torch.cat([rows, rows.new_ones(len(rows), 1)], -1)
-
-
-def _classes(name: str, labels: Any, samples: int, device: torch.device | str | None) -> Tensor:
-    if not isinstance(labels, Tensor | np.ndarray):
-        raise ArgumentTypeError(f"{name} must be a tensor or an array, not {labels!r}")
-    numbers = torch.as_tensor(labels)
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise ArgumentTypeError(f"{name} must be whole numbers, not {numbers.dtype}")
-    if numbers.shape != (samples,):
-        raise ArgumentError(
-            f"{name} must have the shape ({samples},), one for each sample, "
-            f"not {tuple(numbers.shape)}"
-        )
-    if int(numbers.min()) < 0:
-        raise ArgumentError(f"{name} must be at least 0, not {int(numbers.min())}")
-    return numbers.to(device=device, dtype=torch.int64)
+    def _preconditioner(self) -> Preconditioner:
+        return Preconditioner.of(self.lower_data[0], self.classes, self.ridge)

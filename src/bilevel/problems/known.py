@@ -1,10 +1,11 @@
-"""What a problem with a known answer offers."""
+"""The interface of a problem with known answers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_tensor, checked_number
 from bilevel.problem import Problem
+from bilevel.theory import Constants
+
+_ANSWERS = ("lower_solution", "penalised_solution", "value", "gradient", "penalised_gradient")
 
 
 class KnownProblem(Problem, ABC):
@@ -25,14 +29,16 @@ class KnownProblem(Problem, ABC):
     y0: Tensor
 
     def __init_subclass__(cls) -> None:
-        """What is known is asked for at a point; every problem refuses the same that is none."""
+        """Wrap the answers of a subclass so that all problems check their arguments alike."""
         super().__init_subclass__()
-        for name in ("lower_solution", "value", "gradient"):
+        for name in _ANSWERS:
             if name in vars(cls):
-                setattr(cls, name, _at_a_point(vars(cls)[name]))
-        for name in ("penalised_solution", "penalised_gradient"):
-            if name in vars(cls):
-                setattr(cls, name, _at_a_point(_with_a_multiplier(vars(cls)[name])))
+                setattr(cls, name, _checked(vars(cls)[name]))
+
+    @property
+    def constants(self) -> Constants | None:
+        """The constants of the paper's assumptions, or None if they are unknown."""
+        return None
 
     @abstractmethod
     def lower_solution(self, x: Tensor) -> Tensor:
@@ -48,34 +54,30 @@ class KnownProblem(Problem, ABC):
 
     @abstractmethod
     def gradient(self, x: Tensor) -> Tensor:
-        """Grad F(x)."""
+        """The gradient of F at x."""
 
     @abstractmethod
     def penalised_gradient(self, x: Tensor, multiplier: float) -> Tensor:
-        """Grad L*_lam(x): the x direction of F2SA when both lower problems are solved exactly."""
+        """The gradient of L*_lam at x: F2SA's x direction with both lower problems solved."""
 
 
-def _at_a_point(answer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _checked(answer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``answer`` with its point x, and its multiplier if it takes one, checked first."""
+    parameters = signature(answer)
+
     @wraps(answer)
-    def checked(self: KnownProblem, x: Tensor, *others: Any, **choices: Any) -> Tensor:
+    def checked(self: KnownProblem, *args: Any, **options: Any) -> Tensor:
+        given = parameters.bind(self, *args, **options)
+        x = given.arguments["x"]
         check_tensor("x", x)
         if x.shape[-1:] != self.x0.shape[-1:]:
             raise ArgumentError(
-                f"x has the shape {tuple(x.shape)}, but that of the problem is "
+                f"x has the shape {tuple(x.shape)}, but x of this problem has the shape "
                 f"{tuple(self.x0.shape)}"
             )
-        return answer(self, x, *others, **choices)
-
-    return checked
-
-
-def _with_a_multiplier(answer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(answer)
-    def checked(
-        self: KnownProblem, x: Tensor, multiplier: float, *others: Any, **choices: Any
-    ) -> Tensor:
-        return answer(
-            self, x, checked_number("multiplier", multiplier, above=True), *others, **choices
-        )
+        if "multiplier" in given.arguments:
+            multiplier = given.arguments["multiplier"]
+            given.arguments["multiplier"] = checked_number("multiplier", multiplier, above=True)
+        return answer(*given.args, **given.kwargs)
 
     return checked

@@ -1,18 +1,22 @@
-"""L-BFGS for smooth convex functions whose value and gradient come together."""
+"""L-BFGS for smooth convex functions whose value and gradient are computed together."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import NotConvergedError
 
+History: TypeAlias = deque[tuple[Tensor, Tensor, Tensor]]
+"""Past steps: (step, change of the gradient, their inner product)."""
 
-def _unchanged(vector: Tensor) -> Tensor:
+
+def _identity(vector: Tensor) -> Tensor:
     return vector
 
 
@@ -23,21 +27,21 @@ def lbfgs(
     tolerance: float,
     steps: int = 2000,
     memory: int = 20,
-    precondition: Callable[[Tensor], Tensor] = _unchanged,
+    precondition: Callable[[Tensor], Tensor] = _identity,
 ) -> Tensor:
-    """argmin_y of a convex function, to ||gradient|| <= tolerance (Liu, Nocedal 1989).
+    """Minimise a convex function to ||gradient|| <= tolerance (Liu, Nocedal 1989).
 
-    The length of a step is searched for by the slope along it, as Hager and Zhang (2005) do: values
-    alone cannot tell points apart whose gradient is below the root of the machine precision.
+    The line search uses the slope along the direction, as Hager and Zhang (2005) do: function
+    values cannot distinguish points with a gradient below the root of the machine precision.
 
     Args:
         function: y -> (value, gradient).
-        start: where to start.
-        tolerance: of the Euclidean norm of the gradient.
-        steps: at most so many.
-        memory: how many past steps describe the curvature.
-        precondition: v -> M v with M near the inverse Hessian but for a factor, symmetric and
-            positive definite; what is known beforehand need not be learned from steps.
+        start: the starting point.
+        tolerance: the bound on the Euclidean norm of the gradient.
+        steps: the largest number of steps.
+        memory: the number of past steps that describe the curvature.
+        precondition: v -> M v, where M is symmetric, positive definite and approximately
+            proportional to the inverse Hessian.
 
     Raises:
         NotConvergedError: the tolerance was not reached.
@@ -49,7 +53,7 @@ def lbfgs(
     """
     y = start.detach().clone()
     value, gradient = function(y)
-    history: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=memory)
+    history: History = deque(maxlen=memory)
     for _ in range(steps):
         norm = float(torch.linalg.vector_norm(gradient))
         if norm <= tolerance:
@@ -61,7 +65,7 @@ def lbfgs(
             raise NotConvergedError(
                 f"L-BFGS stopped at a gradient of norm {norm:.2e}, above the tolerance of "
                 f"{tolerance:.2e}: no step along its direction is an improvement. The tolerance is "
-                f"below what {y.dtype} resolves, or the function is not convex"
+                f"too small for the precision of {y.dtype}, or the function is not convex"
             )
         moved, value, after = found
         step, change = moved - y, after - gradient
@@ -75,10 +79,10 @@ def lbfgs(
 
 def _direction(
     gradient: Tensor,
-    history: deque[tuple[Tensor, Tensor, Tensor]],
+    history: History,
     precondition: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """-H gradient, H being the inverse Hessian as the past steps show it."""
+    """-H gradient, where H approximates the inverse Hessian from the past steps."""
     direction = -gradient
     shares = []
     for step, change, product in reversed(history):
@@ -102,11 +106,11 @@ def _search(
     direction: Tensor,
     length: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The point, value and gradient of a step along which the slope has fallen, None without one.
+    """The point, value and gradient after an acceptable step, or None if no step is acceptable.
 
-    Along the direction the slope of a convex function only grows; the wanted lengths are those at
-    which it has risen from s < 0 to between 0.9 s and -0.8 s and the value is no larger but for
-    rounding. Where the slope is still negative, the value need not be asked.
+    The slope of a convex function increases along the direction. A length is acceptable if the
+    slope has risen from s < 0 to between 0.9 s and -0.8 s and the value is not larger, apart from
+    rounding. Where the slope is still negative, the value need not be compared.
     """
     slope = float((gradient * direction).sum())
     slack = 10 * torch.finfo(y.dtype).eps * abs(float(value))
@@ -120,7 +124,7 @@ def _search(
             low = length
         elif slope_after <= -0.8 * slope and no_larger:
             return moved, after, gradient_after
-        else:  # too far, or not a number
+        else:  # too far, or NaN
             high = length
         length = 4 * length if math.isinf(high) else (low + high) / 2
     return None

@@ -1,4 +1,4 @@
-"""Hyper-cleaning in small: logistic regression with one learned weight per training sample."""
+"""A small hyper-cleaning problem: logistic regression with one weight per training sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bilevel.problems.known import KnownProblem
 
 
 class WeightedLogistic(KnownProblem):
-    """Sample weights for logistic regression, with a reference solved to machine precision.
+    """Sample weights for logistic regression, with answers to machine precision.
 
     With training samples (a_i, b_i), i <= n, trusted samples (c_j, d_j), j <= m, labels +-1 and the
     loss l(s) = log(1 + exp(-s)),
@@ -25,14 +25,14 @@ class WeightedLogistic(KnownProblem):
     y*(x) and y*_lam(x) come from Newton's method with the exact Hessian, grad F from the implicit
     function theorem with the same Hessian.
 
-    ``lower_data`` is (a, b, index) and ``upper_data`` is (c, d); without data (batch None) the
+    ``lower_data`` is (a, b, index) and ``upper_data`` is (c, d). If the batch is None, the
     objectives use all samples.
 
     Args:
         train, trusted, dim: n, m and the dimension of y.
-        noise: the fraction of training labels that are flipped; ``flipped`` says which.
-        ridge: mu_g is at least twice this.
-        seed: of the data, which are Gaussian with labels from a random linear rule.
+        noise: the probability that a training label is flipped; ``flipped`` says which are.
+        ridge: the weight of the ridge term; mu_g is at least twice this.
+        seed: the seed of the data, which are Gaussian with labels from a random linear rule.
 
     Example:
         >>> problem = WeightedLogistic(train=40, trusted=20, dim=3)
@@ -94,7 +94,7 @@ class WeightedLogistic(KnownProblem):
         gradient_f, _ = self._upper_derivatives(y)
         _, hessian_g = self._lower_derivatives(x, y)
         adjoint = torch.linalg.solve(hessian_g, gradient_f)
-        return -self._x_gradient_of_slope(x, y, adjoint)
+        return -self._mixed_product(x, y, adjoint)
 
     def penalised_gradient(self, x: Tensor, multiplier: float) -> Tensor:
         features, labels, _ = self.lower_data
@@ -124,7 +124,8 @@ class WeightedLogistic(KnownProblem):
                 length /= 2
             y = y - length * step
         raise NotConvergedError(
-            f"Newton's method left a gradient of {float(gradient.abs().max()):.2e} after 100 steps"
+            f"Newton's method did not solve the lower level: after 100 steps the largest entry of "
+            f"the gradient is {float(gradient.abs().max()):.2e}"
         )
 
     def _upper_derivatives(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +140,8 @@ class WeightedLogistic(KnownProblem):
         identity = torch.eye(len(y), dtype=y.dtype)
         return gradient + 2 * self.ridge * y, hessian + 2 * self.ridge * identity
 
-    def _x_gradient_of_slope(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """grad_x of v' grad_y g(x, y)."""
+    def _mixed_product(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """grad^2_xy g(x, y) v."""
         features, labels, _ = self.lower_data
         slope = -labels * torch.sigmoid(-labels * (features @ y))
         return torch.sigmoid(x) * torch.sigmoid(-x) / len(labels) * slope * (features @ v)

@@ -1,4 +1,4 @@
-"""Least squares in the lower level, in closed form: convex (Quadratic) and not (Nonconvex)."""
+"""Problems with a least-squares lower level in closed form: Quadratic (F convex), Nonconvex."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Noise = Callable[[torch.Generator], Tensor]
 class LeastSquares(KnownProblem):
     """g = 1/2 (y - phi(x))' A (y - phi(x)),  f = 1/2 ||y - t||^2 + rho/2 ||x||^2.
 
-    With any map phi everything is in closed form, J being the Jacobian of phi at x:
+    All answers are in closed form for any map phi; J is the Jacobian of phi at x:
 
         y*(x)           = phi(x)
         y*_lam(x)       = phi(x) + (I + lam A)^-1 (t - phi(x))
@@ -34,13 +34,13 @@ class LeastSquares(KnownProblem):
         grad F(x)       = rho x + J' (phi(x) - t)
         grad L*_lam(x)  = rho x + lam J' A (I + lam A)^-1 (phi(x) - t)
 
-    x and y may have further dimensions in front: independent runs side by side (many seeds at
-    once), over which the objectives sum.
+    x and y may have leading dimensions: independent runs side by side (many seeds at once), over
+    which the objectives sum.
 
-    Stochastic gradients: a batch is a vector (n_x, n_y), and the objective on it has the term
-    n_x' x + n_y' y added, so that its gradient is the exact one plus that vector. ``upper_noise``
-    and ``lower_noise`` draw such batches with E ||(n_x, n_y)||^2 = sigma^2; they are None where
-    sigma is 0, so they can be passed as ``upper_data`` and ``lower_data`` in either case.
+    Stochastic gradients: a batch is a vector (n_x, n_y) and adds the term n_x' x + n_y' y to the
+    objective, so the gradient is the exact one plus that vector. ``upper_noise`` and
+    ``lower_noise`` draw such batches with E ||(n_x, n_y)||^2 = sigma^2. They are None if sigma is
+    0, so they can be passed as ``upper_data`` and ``lower_data`` in either case.
     """
 
     def __init__(
@@ -77,25 +77,9 @@ class LeastSquares(KnownProblem):
         for count in runs:
             check_count("each of runs", count)
         super().__init__(self._upper, self._lower)
-        for name, given in (("A", A), ("B", B), ("t", t)):
-            if given is not None:
-                check_tensor(name, given)
-        for name, given, ndim in (("A", A, 2), ("B", B, 2), ("t", t, 1)):
-            if given is not None and given.ndim != ndim:
-                raise ArgumentError(
-                    f"{name} must have {ndim} dimensions, not the shape {tuple(given.shape)}"
-                )
-        if B is not None:
-            dim_x = B.shape[1]
-        for sized in (B, A, t):
-            if sized is not None:
-                dim_y = len(sized)
-                break
-        if A is not None:
-            if A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
-                raise ArgumentError(f"A must be square and symmetric, not {tuple(A.shape)} {A}")
-            if not torch.linalg.eigvalsh(A)[0] > 0:
-                raise ArgumentError(f"A must be positive definite, not {A}")
+        _check_given(A, B, t)
+        dim_x = dim_x if B is None else B.shape[1]
+        dim_y = next((len(given) for given in (B, A, t) if given is not None), dim_y)
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -123,7 +107,7 @@ class LeastSquares(KnownProblem):
         self._identity = torch.eye(self.A.shape[0], dtype=dtype, device=device)
 
     def phi(self, x: Tensor) -> Tensor:
-        """The map whose graph is the lower solution; linear unless a subclass says otherwise."""
+        """The lower solution as a function of x; linear unless a subclass overrides it."""
         return x @ self.B.T
 
     def jacobian_product(self, x: Tensor, v: Tensor) -> Tensor:
@@ -146,12 +130,12 @@ class LeastSquares(KnownProblem):
 
     @property
     def upper_noise(self) -> Noise | None:
-        """Batches for f with the chosen gradient noise."""
+        """A stream of batches for f with gradient noise of size ``sigma_f``."""
         return self._noise(self.sigma_f)
 
     @property
     def lower_noise(self) -> Noise | None:
-        """Batches for g with the chosen gradient noise."""
+        """A stream of batches for g with gradient noise of size ``sigma_g``."""
         return self._noise(self.sigma_g)
 
     def _noise(self, sigma: float) -> Noise | None:
@@ -197,12 +181,12 @@ class Quadratic(LeastSquares):
 
     Args:
         dim_x, dim_y: the dimensions.
-        condition: of the random A, whose largest eigenvalue is 1.
+        condition: the condition number of the random A, whose largest eigenvalue is 1.
         rho: the weight of the upper ridge.
         sigma_f, sigma_g: the size of the gradient noise in f and in g.
-        seed: of the random A, B, t and x0.
-        runs: the shape in front of x0 and y0, for many runs side by side.
-        A, B, t: given instead of random ones; they decide the dimensions.
+        seed: the seed of the random A, B, t and x0.
+        runs: the leading dimensions of x0 and y0, for many runs side by side.
+        A, B, t: used instead of random ones; they determine the dimensions.
 
     Example:
         >>> problem = Quadratic(dim_x=3, dim_y=4, seed=1)
@@ -224,9 +208,9 @@ class Quadratic(LeastSquares):
     def constants(self) -> Constants:
         """The constants of the paper's assumptions.
 
-        Curvatures are exact and global. The bounds l_f0 and l_g0 on gradients, which no quadratic
-        has globally, hold where ||x|| and ||y|| are at most twice what they are at the start and at
-        the solution.
+        The bounds on curvatures are exact and global. The bounds l_f0 and l_g0 on gradients, which
+        no quadratic has globally, hold where ||x|| and ||y|| are at most twice their largest values
+        at the start and at the solution.
         """
         eigenvalues = torch.linalg.eigvalsh(self.A)
         joint = torch.cat([-self.B, self._identity], dim=1)
@@ -252,11 +236,11 @@ class Quadratic(LeastSquares):
 class Nonconvex(LeastSquares):
     """:class:`LeastSquares` with phi(x) = B (x + amplitude * sin(frequency * x)).
 
-    F has many local minima as soon as amplitude * frequency > 1. The arguments are those of
-    :class:`Quadratic` and
+    F has many local minima as soon as amplitude * frequency > 1.
 
     Args:
-        amplitude, frequency: of the sine.
+        amplitude, frequency: those of the sine.
+        dim_x, dim_y, options: as for :class:`Quadratic`.
 
     Example:
         >>> problem = Nonconvex(amplitude=0.5, frequency=4.0)
@@ -283,3 +267,20 @@ class Nonconvex(LeastSquares):
     def jacobian_product(self, x: Tensor, v: Tensor) -> Tensor:
         slope = 1 + self.amplitude * self.frequency * torch.cos(self.frequency * x)
         return slope * (v @ self.B)
+
+
+def _check_given(A: Tensor | None, B: Tensor | None, t: Tensor | None) -> None:
+    """Raise unless the matrices and the vector that are given are usable."""
+    for name, given, ndim in (("A", A, 2), ("B", B, 2), ("t", t, 1)):
+        if given is None:
+            continue
+        check_tensor(name, given)
+        if given.ndim != ndim:
+            raise ArgumentError(
+                f"{name} must have {ndim} dimensions, not the shape {tuple(given.shape)}"
+            )
+    if A is not None:
+        if A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
+            raise ArgumentError(f"A must be square and symmetric, not {tuple(A.shape)} {A}")
+        if not torch.linalg.eigvalsh(A)[0] > 0:
+            raise ArgumentError(f"A must be positive definite, not {A}")

@@ -1,4 +1,4 @@
-"""A lower level with a flat valley: many minimisers, of which f chooses."""
+"""A lower level with a flat valley: g has many minimisers, and f selects one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FlatValley(KnownProblem):
 
     C has orthonormal rows and fewer rows than columns, so g(x, .) is convex and satisfies the PL
     inequality, but it is flat along the null space of C: its minimisers are the whole plane
-    {y : C y = B x}. y*(x) is read **optimistically**, as the minimiser that is best for f:
+    {y : C y = B x}. y*(x) is defined **optimistically**, as the minimiser with the smallest f:
 
         y*(x)           = t + C' (B x - C t)
         y*_lam(x)       = t + lam / (1 + lam) C' (B x - C t)
@@ -26,15 +26,15 @@ class FlatValley(KnownProblem):
         grad L*_lam(x)  = rho x + lam / (1 + lam) B' (B x - C t)
 
     F2SA assumes that g is strongly convex, which fails here. Its x direction is still right,
-    because grad_x g is the same at all minimisers; its z is not: nothing moves it along the valley,
-    so it ends at the minimiser next to y0, where f is larger than F(x). MEHA, and VPBGD with
-    ``start="y"``, find y*(x) as well.
+    because grad_x g is the same at all minimisers. Its z is not: nothing moves z along the valley,
+    so z ends at the minimiser nearest to y0, where f is larger than F(x). MEHA, and VPBGD with
+    ``start="y"``, also find y*(x).
 
     Args:
         dim_x, dim_y: the dimensions.
         valley: the dimension of the flat part, at least 1 and below dim_y.
         rho: the weight of the upper ridge.
-        seed: of the random B, C, t, x0 and y0.
+        seed: the seed of the random B, C, t, x0 and y0.
 
     Example:
         >>> problem = FlatValley(seed=1)
@@ -94,11 +94,11 @@ class FlatValley(KnownProblem):
         return 0.5 * (residual * residual).sum()
 
     def _residual(self, x: Tensor) -> Tensor:
-        """B x - C t: what f would have to give up at x if it could choose y freely."""
+        """B x - C t, the violation of C y = B x at the unconstrained minimiser t of f."""
         return self.B @ x - self.C @ self.t
 
     def lower_solution(self, x: Tensor) -> Tensor:
-        """The minimiser of g(x, .) that is best for f."""
+        """The minimiser of g(x, .) with the smallest f."""
         return self.t + self.C.T @ self._residual(x)
 
     def penalised_solution(self, x: Tensor, multiplier: float) -> Tensor:

@@ -1,9 +1,9 @@
 """The paper's theory: problem constants, step-size designs, and the conditions of its theorems.
 
 The source is Kwon, Kwon, Wright and Nowak, "A Fully First-Order Method for Stochastic Bilevel
-Optimization" (ICML 2023), with its slips corrected; each correction is named where it is made.
-This is for experiments and tests. The constants of the theorems are so conservative that a run
-of practical length needs other step sizes; :func:`design` warns when that is the case.
+Optimization" (ICML 2023), with its errors corrected; each correction is described where it is made.
+The designs are meant for experiments and tests. The theorems' constants are so conservative that a
+run of practical length needs other step sizes; :func:`design` warns if that is the case.
 
 Example:
     >>> from bilevel import theory

@@ -10,14 +10,14 @@ from bilevel.errors.checks import checked_number
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the theorems know of f (upper) and g (lower), each a bound that holds everywhere.
+    """The constants of the paper's assumptions on f (upper) and g (lower), valid everywhere.
 
     Args:
         mu_g: strong convexity of y -> g(x, y).
         l_g1: smoothness of g in (x, y); at least ``mu_g``.
         l_f1: smoothness of f in (x, y).
-        l_f0: bound of ``||grad_y f||`` (F2SA: of ``||grad_x f||`` too).
-        l_g0: bound of ``||grad_x g||`` (F2SA only).
+        l_f0: bound on ``||grad_y f||`` (for F2SA, on ``||grad_x f||`` too).
+        l_g0: bound on ``||grad_x g||`` (F2SA only).
         l_f2: Lipschitz constant of the Hessian of f (F2SA only).
         l_g2: Lipschitz constant of the Hessian of g.
         sigma_f: ``E ||noise||^2 <= sigma_f^2`` for the stochastic gradient of f in (x, y).
@@ -64,15 +64,15 @@ class Constants:
     def l_star0(self) -> float:
         """``1 + 3 kappa_g``.
 
-        The paper's text has max(1, l_lam0) and its table 1 + l_lam0; the proof that F is smooth
-        needs ``||dx|| + ||dy*||``, hence the table's.
+        The paper's text has max(1, l_lam0), its table 1 + l_lam0. The proof that F is smooth needs
+        ``||dx|| + ||dy*||``, so the value of the table is used.
         """
         return 1.0 + self.l_lam0
 
     def l_star1(self, lam0: float | None = None) -> float:
         """Smoothness of x -> y*_lam(x) for every lam >= ``lam0`` (None: ``min_multiplier``).
 
-        ``32 (l_g2 + l_f2 / lam0) l_g1^2 / mu_g^3``, which falls as lam grows.
+        ``32 (l_g2 + l_f2 / lam0) l_g1^2 / mu_g^3``, which decreases in ``lam0``.
         """
         lam0 = self.min_multiplier if lam0 is None else checked_number("lam0", lam0, above=True)
         return 32.0 * (self.l_g2 + self.l_f2 / lam0) * self.l_g1**2 / self.mu_g**3
@@ -106,37 +106,39 @@ class Constants:
 
     @property
     def convex_multiplier(self) -> float:
-        """``2 l_f1 / mu_g``: from here on f + lam g is (lam mu_g / 2)-strongly convex in y."""
+        """``2 l_f1 / mu_g``; f + lam g is (lam mu_g / 2)-strongly convex in y for lam above it."""
         return 2.0 * self.l_f1 / self.mu_g
 
     @property
     def min_multiplier(self) -> float:
         """Smallest lam_0 of F2SA's proof: ``max(1, 2 l_f1/mu_g)``.
 
-        The paper states the second term alone, but its proof also uses alpha_k <= beta_k, which is
-        lam_k >= 1. Where 1 is a burden, rescale f: (f, lam) and (s f, s lam) are the same method.
+        The paper states only the second term, but its proof also uses alpha_k <= beta_k, which
+        means lam_k >= 1. If 1 is too large, rescale f: (f, lam) and (s f, s lam) are the same
+        method.
         """
         return max(1.0, self.convex_multiplier)
 
     def bias_bound(self, lam: float) -> float:
-        """Bound ``C_lam / lam`` of ``||grad F(x) - grad L*_lam(x)||`` (lemma 3.1)."""
-        return self.C_lam / self._multiplier("lam", lam)
+        """Bound ``C_lam / lam`` on ``||grad F(x) - grad L*_lam(x)||`` (lemma 3.1)."""
+        return self.C_lam / self._convex("lam", lam)
 
     def distance_bound(self, lam: float) -> float:
-        """Bound ``2 l_f0 / (lam mu_g)`` of ``||y*_lam(x) - y*(x)||``."""
-        return 2.0 * self.l_f0 / (self._multiplier("lam", lam) * self.mu_g)
+        """Bound ``2 l_f0 / (lam mu_g)`` on ``||y*_lam(x) - y*(x)||``."""
+        return 2.0 * self.l_f0 / (self._convex("lam", lam) * self.mu_g)
 
     def drift_bound(self, lam1: float, lam2: float, dx: float) -> float:
-        """Bound of ``||y*_lam1(x1) - y*_lam2(x2)||`` with ``dx = ||x1 - x2||`` (lemma 3.2).
+        """Bound on ``||y*_lam1(x1) - y*_lam2(x2)||`` with ``dx = ||x1 - x2||`` (lemma 3.2).
 
         ``2 |lam2 - lam1| / (lam1 lam2) * l_f0 / mu_g + 3 kappa_g dx``; the order of ``lam1`` and
         ``lam2`` does not matter.
         """
-        lam1, lam2 = self._multiplier("lam1", lam1), self._multiplier("lam2", lam2)
+        lam1, lam2 = self._convex("lam1", lam1), self._convex("lam2", lam2)
         change = 2.0 * abs(lam2 - lam1) / (lam1 * lam2) * self.l_f0 / self.mu_g
         return change + self.l_lam0 * checked_number("dx", dx)
 
-    def _multiplier(self, name: str, value: float) -> float:
+    def _convex(self, name: str, value: float) -> float:
+        """``value``, checked to be at least :attr:`convex_multiplier`."""
         result = checked_number(name, value, above=True)
         if result < self.convex_multiplier:
             raise ArgumentError(
@@ -147,6 +149,6 @@ class Constants:
 
 
 def check_constants(constants: Constants) -> None:
-    """Raise unless they are."""
+    """Raise unless ``constants`` is a :class:`Constants`."""
     if not isinstance(constants, Constants):
         raise ArgumentTypeError(f"constants must be theory.Constants(...), not {constants!r}")

@@ -1,4 +1,13 @@
-"""Step sizes, multiplier and momentum as the paper's corollaries choose them."""
+"""Step sizes, multiplier and momentum as the paper's corollaries choose them.
+
+:func:`design` differs from the printed paper in four places. Without the changes :func:`check`
+would report a violated condition, or a claim of the corollary itself would be false:
+
+- lam_{k+1} is built from gamma_{k+1}/alpha_{k+1}, not from gamma_k/alpha_k;
+- F3SA has lam_k = gamma_k/alpha_k, without a factor 2;
+- k0 divides by lam0, because alpha_0 is otherwise too large for lam0 < 1/2;
+- the momentum eta_k has a floor, see :class:`~bilevel.theory.sequences.Momentum`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +34,8 @@ class Regime:
     Attributes:
         a: exponent of alpha; the multiplier grows as ``k^(a-c)``.
         c: exponent of gamma (and of beta = alpha*lam).
-        slope: ``E ||grad F(x_R)||^2 = O(K^slope log K)`` for R uniform on {0, ..., K-1}; None where
-            the method reaches a stationary point of L*_lam only, not of F.
+        slope: ``E ||grad F(x_R)||^2 = O(K^slope log K)`` for R uniform on {0, ..., K-1}; None if
+            the method reaches only a stationary point of L*_lam, not one of F.
 
     Example:
         >>> REGIMES["f2sa"]["deterministic"].slope
@@ -58,26 +67,29 @@ REGIMES: Mapping[str, Mapping[str, Regime]] = MappingProxyType(
         ),
     }
 )
-"""``REGIMES[algorithm][regime]``: noise in f and g, in f alone, in neither; and lam_k = lam_0."""
+"""``REGIMES[algorithm][regime]``.
+
+The regimes are noise in f and g, noise in f alone, no noise, and a constant multiplier.
+"""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Everything that F2SA or F3SA needs to know of its step sizes.
+    """All step sizes, the multiplier and the momentum of F2SA or F3SA.
 
-    Each schedule is a function of the outer step k; those made by :func:`design` also take NumPy
-    arrays. ``dataclasses.replace`` swaps any of them for your own; :func:`check` tells whether the
-    theorem still covers the result. ``beta`` and ``upper_lr`` follow from the others.
+    Each schedule is a function of the outer step k; the schedules made by :func:`design` also take
+    NumPy arrays. ``dataclasses.replace`` swaps any of them for your own, and :func:`check` tells
+    whether the theorem still covers the result. ``beta`` and ``upper_lr`` follow from the others.
 
     Attributes:
         algorithm: ``"f2sa"`` or ``"f3sa"``.
-        regime: which row of :data:`REGIMES`, or your own label.
+        regime: a key of :data:`REGIMES`, or a label of your own.
         a: exponent of alpha.
         c: exponent of gamma.
         xi: step of x relative to alpha.
         T: inner steps per outer step.
         lam0: first multiplier.
-        k0: offset of every schedule's clock; ``1/k0`` is, up to a factor, the first step.
+        k0: offset of k in every schedule; the first step is ``1/k0`` up to a factor.
         alpha: alpha_k.
         gamma: gamma_k, the step of z (``lower_lr``).
         multiplier: lam_k.
@@ -157,8 +169,8 @@ def design(
         F3SA  gamma_k = 8 u_k^-c / (mu_g k0)     alpha_k = 8 u_k^-a / (lam0 mu_g k0)
         both  lam_k = lam0 u_k^(a-c)
 
-    so that the y step is ``beta_k = gamma_k / 2`` (F2SA) or ``gamma_k`` (F3SA). What is left out
-    comes from the theory::
+    so the y step is ``beta_k = gamma_k / 2`` (F2SA) or ``gamma_k`` (F3SA). Arguments left at None
+    follow from the theory::
 
         lam0  max(1, 2 l_f1/mu_g)
         F2SA  xi = 1                             T = max(32, xi S / c_xi)     (T given: xi from it)
@@ -166,14 +178,10 @@ def design(
         F3SA  xi = c_xi / (kappa_g l_star0^2)    T = 1
               k0 = max(128 kappa_g max(1, sqrt(c_eta kappa_g)), 8 xi l_F1/(lam0 mu_g))
 
-    with ``S = max(l_g1 l_star0^2, sqrt(M) l_star1) / mu_g``. What is given is taken as it is, for
-    experiments; :func:`check` tells what the theorem makes of it. F2SA with ``T < 32 (a - c)``
-    cannot let the multiplier grow that fast and uses the paper's capped recursion instead.
-
-    Differences from the print, each of which :func:`check` would otherwise find or which make the
-    corollary's own claims true: lam_{k+1} is built from gamma_{k+1}/alpha_{k+1}, not from
-    gamma_k/alpha_k; F3SA has lam_k = gamma_k/alpha_k without a factor 2; k0 divides by lam0, else
-    alpha_0 is too large for lam0 < 1/2; eta has a floor (:class:`Momentum`).
+    with ``S = max(l_g1 l_star0^2, sqrt(M) l_star1) / mu_g``. Arguments that are given are used
+    unchanged; :func:`check` tells whether the theorem covers the result. F2SA with
+    ``T < 32 (a - c)`` cannot let the multiplier grow that fast and uses the paper's capped
+    recursion instead.
 
     Args:
         constants: of the problem.
@@ -183,10 +191,10 @@ def design(
             limit has a bias of ``constants.bias_bound(lam0)``). Not compared with ``constants``.
         lam0: first multiplier.
         T: inner steps per outer step.
-        k0: offset of the clock.
+        k0: offset of k in every schedule.
         xi: step of x relative to alpha.
         c_xi: the theorem's unnamed constant; 1/48 suffices for F2SA.
-        c_eta: the other one, F3SA only; larger is safer.
+        c_eta: the theorem's second unnamed constant, for F3SA only; larger is safer.
 
     Warns:
         ImpracticalDesignWarning: if ``T >= 10^4``, or if the first outer step moves z by less than
@@ -205,62 +213,90 @@ def design(
     check_constants(constants)
     check_choice("algorithm", algorithm, REGIMES)
     check_choice("regime", regime, REGIMES[algorithm])
-    c_xi, c_eta = (
-        checked_number("c_xi", c_xi, above=True),
-        checked_number("c_eta", c_eta, above=True),
-    )
-    row = REGIMES[algorithm][regime]
-    a, c = row.a, row.c
-    mu, kappa = constants.mu_g, constants.kappa_g
+    c_xi = checked_number("c_xi", c_xi, above=True)
+    c_eta = checked_number("c_eta", c_eta, above=True)
     lam0 = constants.min_multiplier if lam0 is None else checked_number("lam0", lam0, above=True)
     if T is not None:
         _check_inner_steps(algorithm, T)
-    if xi is not None:
-        xi = checked_number("xi", xi, above=True)
+    xi = None if xi is None else checked_number("xi", xi, above=True)
+    k0 = None if k0 is None else checked_number("k0", k0, above=True)
     if algorithm == "f2sa":
-        T, xi = _inner_steps_and_xi(constants, lam0, T, xi, c_xi)
-        theory_k0 = max(4 * T * kappa, max(xi * constants.l_F1, 4 * constants.l_f1) / (lam0 * mu))
+        chosen = _f2sa_design(constants, regime, lam0, T, k0, xi, c_xi)
     else:
-        T = 1
-        xi = c_xi / (kappa * constants.l_star0**2) if xi is None else xi
-        lower_k0 = 128 * kappa * max(1.0, math.sqrt(c_eta * kappa))
-        theory_k0 = max(lower_k0, 8 * xi * constants.l_F1 / (lam0 * mu))
-    k0 = theory_k0 if k0 is None else checked_number("k0", k0, above=True)
+        chosen = _f3sa_design(constants, regime, lam0, k0, xi, c_xi, c_eta)
+    _warn_if_impractical(chosen, constants)
+    return chosen
 
-    first = (1.0 if algorithm == "f2sa" else 8.0) / (mu * k0)
-    gamma = Power(first, k0, -c)
-    alpha = Power(first / (lam0 * (2.0 if algorithm == "f2sa" else 1.0)), k0, -a)
+
+def _f2sa_design(
+    constants: Constants,
+    regime: str,
+    lam0: float,
+    T: int | None,
+    k0: float | None,
+    xi: float | None,
+    c_xi: float,
+) -> Design:
+    a, c = REGIMES["f2sa"][regime].a, REGIMES["f2sa"][regime].c
+    mu = constants.mu_g
+    T, xi = _inner_steps_and_xi(constants, lam0, T, xi, c_xi)
+    if k0 is None:
+        upper_k0 = max(xi * constants.l_F1, 4 * constants.l_f1) / (lam0 * mu)
+        k0 = max(4 * T * constants.kappa_g, upper_k0)
+    first = 1.0 / (mu * k0)
+    gamma, alpha = Power(first, k0, -c), Power(first / (lam0 * 2.0), k0, -a)
     multiplier: Schedule = Power(lam0, k0, a - c)
-    if algorithm == "f2sa" and 32 * (a - c) > T:
+    if 32 * (a - c) > T:
         multiplier = CappedMultiplier(alpha, multiplier, cap=T * mu / 16)
-    momentum = None
-    if algorithm == "f3sa":
-        momentum = Momentum(gamma, decay=2 * c, floor=c_eta * constants.l_g1**3 / mu)
+    return Design("f2sa", regime, a, c, xi, T, lam0, k0, alpha, gamma, multiplier)
 
-    z_travel, x_travel = T * gamma.value * constants.l_g1, xi * alpha.value * constants.l_F1
-    if T >= IMPRACTICAL_INNER_STEPS or min(z_travel, x_travel) < IMPRACTICAL_FIRST_STEP:
-        warn(
-            ImpracticalDesignWarning(
-                f"this design satisfies the theorem's form but is not practical: T = {T} inner "
-                f"steps per outer step; the first outer step moves z by {z_travel:.1e} and x by "
-                f"{x_travel:.1e} of a plain gradient step (kappa_g = {kappa:g}, gamma_0 = "
-                f"{gamma.value:.1e}, xi*alpha_0 = {xi * alpha.value:.1e}). For a real run set the "
-                f"step sizes and the inner steps yourself"
-            )
+
+def _f3sa_design(
+    constants: Constants,
+    regime: str,
+    lam0: float,
+    k0: float | None,
+    xi: float | None,
+    c_xi: float,
+    c_eta: float,
+) -> Design:
+    a, c = REGIMES["f3sa"][regime].a, REGIMES["f3sa"][regime].c
+    mu, kappa = constants.mu_g, constants.kappa_g
+    xi = c_xi / (kappa * constants.l_star0**2) if xi is None else xi
+    if k0 is None:
+        lower_k0 = 128 * kappa * max(1.0, math.sqrt(c_eta * kappa))
+        k0 = max(lower_k0, 8 * xi * constants.l_F1 / (lam0 * mu))
+    first = 8.0 / (mu * k0)
+    gamma, alpha = Power(first, k0, -c), Power(first / lam0, k0, -a)
+    multiplier = Power(lam0, k0, a - c)
+    momentum = Momentum(gamma, decay=2 * c, floor=c_eta * constants.l_g1**3 / mu)
+    return Design("f3sa", regime, a, c, xi, 1, lam0, k0, alpha, gamma, multiplier, momentum)
+
+
+def _warn_if_impractical(chosen: Design, constants: Constants) -> None:
+    gamma, upper_lr = chosen.gamma(0), chosen.xi * chosen.alpha(0)
+    z_travel, x_travel = chosen.T * gamma * constants.l_g1, upper_lr * constants.l_F1
+    if chosen.T < IMPRACTICAL_INNER_STEPS and min(z_travel, x_travel) >= IMPRACTICAL_FIRST_STEP:
+        return
+    warn(
+        ImpracticalDesignWarning(
+            f"this design has the form that the theorem requires, but it is not practical: it "
+            f"takes T = {chosen.T} inner steps per outer step, and the first outer step moves z by "
+            f"{z_travel:.1e} and x by {x_travel:.1e} of a plain gradient step (kappa_g = "
+            f"{constants.kappa_g:g}, gamma_0 = {gamma:.1e}, xi*alpha_0 = {upper_lr:.1e}). For a "
+            f"real run, set the step sizes and the inner steps yourself"
         )
-    return Design(
-        algorithm, regime, a, c, xi, T, lam0, k0, alpha, gamma, multiplier, momentum=momentum
     )
 
 
 def _inner_steps_and_xi(
     constants: Constants, lam0: float, T: int | None, xi: float | None, c_xi: float
 ) -> tuple[int, float]:
-    """F2SA's T and xi; only their ratio is bounded, so either one follows from the other."""
+    """F2SA's T and xi; the theorem bounds only xi/T, so either one follows from the other."""
     ratio = c_xi * constants.mu_g / double_loop_scale(constants, lam0)
     if T is None:
         xi = 1.0 if xi is None else xi
-        # Less a rounding error: a ratio that is a whole number must not cost one step more.
+        # The factor absorbs rounding: a whole-number ratio must not be rounded up by one step.
         return math.ceil(max(32.0, xi / ratio * (1 - 1e-12))), xi
     return T, min(1.0, T * ratio) if xi is None else xi
 

@@ -1,4 +1,4 @@
-"""The sequences of the paper that are more than a power of k."""
+"""The sequences of the paper that are not plain powers of k."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from bilevel.errors import ArgumentError
 from bilevel.stepping.schedules import Schedule
 
-_STRIDE = 1024
+_STRIDE = 1024  # steps between the values of a capped multiplier that are kept
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Product:
 class CappedMultiplier:
     """``lam_{k+1} = min(lam_k + cap * alpha_k * lam_k^2, target_{k+1})`` from ``lam_0 = target_0``.
 
-    F2SA's multiplier when T is too small for it to keep up with ``target_k = gamma_k/(2 alpha_k)``.
-    A call goes on from the last one, so increasing k is cheap; one value in ``_STRIDE`` is kept, so
-    that going back is never far. ``k`` is a whole number or an array of them.
+    F2SA's multiplier if T is too small for it to follow ``target_k = gamma_k/(2 alpha_k)``. A call
+    continues from the previous one, so increasing k is cheap; one value in ``_STRIDE`` is kept, so
+    a smaller k is at most ``_STRIDE`` steps away. ``k`` is a whole number or an array of them.
     """
 
     alpha: Schedule
@@ -71,11 +71,11 @@ class CappedMultiplier:
 
 @dataclass(frozen=True)
 class Momentum:
-    """F3SA's weights eta_k: the smallest that the theorem allows, but at least ``(k+1)^-decay``.
+    """F3SA's momentum eta_k: the smallest the theorem allows, but at least ``(k+1)^-decay``.
 
     ``eta_0 = eta_1 = 1`` and ``eta_{k+1} = min(1, max((k+2)^-decay, floor * gamma_k^2,
-    2 (gamma_{k-1} - gamma_k) / gamma_{k-1}))``. The paper prints the first term alone, which falls
-    on the clock k while gamma falls on the clock k + k0 and so ends up below what it must exceed.
+    2 (gamma_{k-1} - gamma_k) / gamma_{k-1}))``. The paper prints only the first term. That term
+    decreases in k, while gamma decreases in k + k0, so it would fall below the other two.
     """
 
     gamma: Schedule
@@ -84,7 +84,7 @@ class Momentum:
 
     def __call__(self, k: Any) -> Any:
         steps = np.asarray(k)
-        j = np.maximum(steps, 2)  # keeps gamma's argument from going below 0
+        j = np.maximum(steps, 2)  # keeps the argument of gamma at 0 or above
         gamma: Any = self.gamma
         before, now = gamma(j - 2), gamma(j - 1)
         required = np.maximum(self.floor * now**2, 2.0 * (before - now) / before)
