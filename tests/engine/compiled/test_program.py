@@ -589,7 +589,9 @@ def test_terms_may_be_finite_where_their_sum_is_not(
 def test_history_ends_before_the_step_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for late in (False, True):
-        monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state, is_=late: is_)
+        monkeypatch.setattr(
+            "bilevel.engine.compiled.program.may_be_late", lambda state, is_=late: is_
+        )
         with pytest.raises(NonFiniteError) as caught:
             bilevel.minimize(
                 Problem(upper, _Cliff()),
