@@ -1,17 +1,15 @@
-"""The table of bad inputs: for every public function what it refuses, by which error and words.
+"""The table of bad inputs: for every public function, one bad value per kind and argument.
 
-Each function is given arguments that are good but for one. A message has to name that argument,
-unless the table gives a pattern of its own.
+Each function is given arguments that are good but for one. The error has to name that argument.
 """
 
 from __future__ import annotations
 
 import gzip
 import math
-import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,17 +36,22 @@ from bilevel.problems import FlatValley, HyperCleaning, Nonconvex, Quadratic, We
 NAN, INF = math.nan, math.inf
 
 
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
 @dataclass(frozen=True)
 class Refused:
-    """A value, the errors that may come of it, and a pattern of the message.
+    """A bad value.
 
     Attributes:
-        says: None: the name of the argument.
+        error: what is raised.
+        named: a pattern for the argument's name in the message; None: the name as it is in the
+            table; "": the message is another library's, and only the error is checked.
     """
 
     value: Any
-    error: type[Exception] | tuple[type[Exception], ...] = ArgumentError
-    says: str | None = None
+    error: Errors = ArgumentError
+    named: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class Entry:
     arguments: dict[str, list[Refused]]
 
 
-def all_of(
-    *values: Any,
-    error: type[Exception] | tuple[type[Exception], ...] = ArgumentError,
-    says: str | None = None,
-) -> list[Refused]:
-    return [Refused(value, error, says) for value in values]
+def bad(*values: Any, error: Errors = ArgumentError, named: str | None = None) -> list[Refused]:
+    return [Refused(value, error, named) for value in values]
+
+
+def types(*values: Any, named: str | None = None) -> list[Refused]:
+    return bad(*values, error=ArgumentTypeError, named=named)
 
 
 class Odd:
@@ -81,127 +84,54 @@ class Odd:
 
 ODD = Odd()
 
-# Pools of values
+# Values by what an argument takes: each is of another kind
 
-NO_NUMBER = all_of(
-    None,
-    "1",
-    b"1",
-    True,
-    [1.0],
-    (1.0,),
-    {},
-    {1.0},
-    1j,
-    ODD,
-    int,
-    len,
-    range(2),
-    ...,
-    torch.ones(2),
-    np.ones(2),
-    error=ArgumentTypeError,
-)
-NOT_FINITE = all_of(NAN, INF, -INF)
-NOT_POSITIVE = NOT_FINITE + all_of(0.0, -1.0, -1e-300)
-POSITIVE = NO_NUMBER + NOT_POSITIVE
-AT_LEAST_0 = NO_NUMBER + NOT_FINITE + all_of(-1.0, -1e-300)
-COUNT = all_of(0, -3, 2.5, NAN, "2", True, None, [3], 1j, ODD, torch.ones(2))
-SEED = all_of(-1, 1.5, "0", True, None, NAN)
-FLAG = all_of("yes", 1, 0.0, None, [], ODD, error=ArgumentTypeError)
-DTYPE = all_of(
-    None, "float32", float, torch.int64, torch.bool, torch.complex64, error=ArgumentTypeError
-)
-DEVICE = all_of("abacus", "cpu:x", "") + all_of(3.5, [], ODD, error=ArgumentTypeError)
-NO_TENSOR = all_of(
-    None, 1.0, "1", [1.0], (), {}, np.ones(5), ODD, len, range(3), error=ArgumentTypeError
-)
-NO_FLOATS = all_of(
-    torch.arange(5),
-    torch.ones(5, dtype=torch.bool),
-    torch.ones(5, dtype=torch.complex64),
-    torch.ones(5).to_sparse(),
-    error=ArgumentTypeError,
-)
-NO_NUMBERS = all_of(
-    torch.full((5,), NAN),
-    torch.full((5,), INF),
-    torch.tensor([0.0, 0.0, 0.0, 0.0, -INF]),
-    torch.ones(5, device="meta"),
-)
+NO_NUMBER = types("1", True, [1.0], torch.ones(2))
+NOT_FINITE = bad(NAN, INF)
+GIVEN_POSITIVE = NO_NUMBER + NOT_FINITE + bad(0.0, -1.0)
+POSITIVE = types(None) + GIVEN_POSITIVE
+NUMBER = types(None) + NO_NUMBER + NOT_FINITE
+AT_LEAST_0 = NUMBER + bad(-1.0)
+FRACTION = POSITIVE + bad(1.0)
+GIVEN_COUNT = bad(0, 2.5, "2", True)
+COUNT = GIVEN_COUNT + bad(None)
+SEED = bad(-1, 1.5, "0", True, None)
+STEPS = bad(-1, 1.5, "3", True, None)
+FLAG = types("yes", 1, None)
+DTYPE = types(None, "float32", torch.int64)
+DEVICE = bad("abacus") + types(3.5)
+NO_TENSOR = types(None, 1.0, [1.0], np.ones(5))
+NO_FLOATS = types(torch.arange(5), torch.ones(5, dtype=torch.complex64), torch.ones(5).to_sparse())
+NO_NUMBERS = bad(torch.full((5,), NAN), torch.ones(5, device="meta"))
 TENSOR = NO_TENSOR + NO_FLOATS + NO_NUMBERS
-POINT = TENSOR + all_of(torch.ones(4), torch.ones(6), torch.ones(5, 1), torch.ones(0))
-NO_PATH = all_of(
-    3,
-    1.5,
-    True,
-    b"folder",
-    ["folder"],
-    ("folder",),
-    {},
-    {"folder"},
-    ODD,
-    len,
-    1j,
-    range(2),
-    ...,
-    np.ones(2),
-    torch.ones(2),
-    Path,
-    error=ArgumentTypeError,
-) + all_of("\0", "a\0b")
-NO_PROBLEM = all_of(
-    None, 3, "quadratic", Quadratic, len, {}, lambda x, y, b: 0.0, ODD, error=ArgumentTypeError
-)
-METHOD = all_of("sgd", "", "F2SA", "f2sa ") + all_of(
-    3, None, 1.5, [], bilevel.F2SA, ODD, len, {}, error=ArgumentTypeError
-)
-
-
-def one_of(*known: str) -> list[Refused]:
-    says = f"must be one of {', '.join(map(repr, known))}"
-    return all_of("other", "", 2, None, True, [known[0]], ODD, np.ones(2), says=says)
+GIVEN_TENSOR = TENSOR[1:]
+POINT = TENSOR + bad(torch.ones(4), torch.ones(5, 1))
+GIVEN_PATH = types(3, b"folder", ["folder"]) + bad("a\0b")
+PATH = types(None) + GIVEN_PATH
+NO_PROBLEM = types(None, "quadratic", Quadratic, len)
+METHOD = bad("sgd") + types(3, bilevel.F2SA)
+CHOICE = bad("other", 2, None)
+NAME = types(None, 3)
 
 
 def variable(name: str) -> list[Refused]:
     """What cannot be moved."""
-    return (
-        all_of(
-            None, 1.0, "1", np.ones(5), ODD, len, torch.arange(5), [torch.ones(2), "a"],
-            torch.ones(5, dtype=torch.complex64), {"a": torch.ones(2), "b": 3},
-            error=(ArgumentTypeError, ArgumentError), says=rf"^{name}\b",
-        )
-        + all_of([], {}, (), [None], torch.ones(5, device="meta"), says=rf"^{name}\b")
-    )  # fmt: skip
+    both = ArgumentTypeError, ArgumentError
+    values = None, 1.0, np.ones(5), torch.arange(5), {"a": torch.ones(2), "b": 3}
+    no_leaf = [], torch.ones(5, device="meta")
+    return bad(*values, error=both, named=rf"^{name}0?\b") + bad(*no_leaf, named=rf"^{name}0?\b")
 
 
-def objective(name: str) -> list[Refused]:
-    """What does not evaluate to a number that depends on y."""
-    return all_of(
-        None, 3, "f", [], {}, ODD, 1.5, torch.ones(1), ..., error=ArgumentTypeError
-    ) + all_of(
-        lambda x, y, b: None,
-        lambda x, y, b: 1.0,
-        lambda x, y, b: y * 0,
-        lambda x, y, b: torch.tensor(1),
-        lambda x, y, b: torch.tensor(1.0),
-        lambda x, y, b: y.detach().sum(),
-        lambda x, y, b: y.sum().reshape(1),
-        lambda x, y, b: (y.sum(), y.sum()),
-        error=ObjectiveError,
-        says=rf"^{name}\(x, y, batch\)",
-    )
-
-
-SET = all_of(
-    0.5, "box", True, 1j, b"b", {1}, torch.ones(2), ..., range(3), ODD, error=ArgumentTypeError
-) + all_of(sets.Box, sets.Simplex, error=ArgumentTypeError, says="is the class")
-DATA = all_of(7, 1.5, True, ODD, 1j, ..., error=ArgumentTypeError) + all_of(
-    torch.ones(0, 2), [], (torch.ones(3), torch.ones(4)), torch.tensor(1.0)
+OBJECTIVE = types(None, "f") + bad(
+    lambda x, y, b: None,
+    lambda x, y, b: 1.0,
+    lambda x, y, b: y * 0,
+    lambda x, y, b: torch.tensor(1),
+    lambda x, y, b: y.detach().sum(),
+    error=ObjectiveError,
 )
-HISTORY = all_of(
-    0, 2.5, -1, "2", True, None, [2], says="record_every must be a whole number of at least 1"
-)
+SET = types(0.5, "box", sets.Box)
+DATA = types(7, ODD) + bad(torch.ones(0, 2), [], (torch.ones(3), torch.ones(4)))
 
 
 @cache
@@ -217,24 +147,14 @@ def written(name: str, content: bytes) -> str:
 
 
 def broken_files() -> list[Refused]:
-    """Files that are there but not what they should be."""
-    contents = [b"", b"\0", b"PK\3\4", b"\x1f\x8b\x08", bytes(100), b"a,b\n1,2\n", b"\x80\x04."]
-    contents += [gzip.compress(b""), gzip.compress(b"\0\0\x08\x01\0\0\0\x05abc")]
-    contents += [gzip.compress(bytes(8))[:-4], gzip.compress(b"hello")]
+    """Files that are there but not what they should be: empty, no archive, cut, of another kind."""
+    contents = [b"", b"a,b\n1,2\n", gzip.compress(bytes(8))[:-4], gzip.compress(b"hello")]
     files = [written(f"broken-{i}.gz", content) for i, content in enumerate(contents)]
-    return all_of(*files, error=CorruptDataError, says="broken-") + all_of(
-        str(folder()), error=CorruptDataError
-    )
+    return bad(*files, error=CorruptDataError, named="broken-")
 
 
-NO_TEXTS = (b"", b"\0", b"PK\3\4", b"hello", gzip.compress(b""), gzip.compress(b"hello")[:-4])
-
-FILE = NO_PATH + all_of(None, error=ArgumentTypeError) + all_of(
-    "", "nowhere.gz", "/nowhere/at/all", error=(MissingDataError, CorruptDataError)
-)  # fmt: skip
-DATA_DIR = NO_PATH + all_of("nowhere", "/nowhere/at/all", Path("~/nowhere")) + all_of(
-    tempfile.gettempdir() + "/.", error=(MissingDataError, ArgumentError)
-)  # fmt: skip
+FILE = PATH + bad("nowhere.gz", error=(MissingDataError, CorruptDataError), named="nowhere")
+DATA_DIR = GIVEN_PATH + bad("nowhere")
 
 # Good arguments
 
@@ -258,7 +178,7 @@ def cleaning_data() -> dict[str, Any]:
 def problem_with(**parts: Any) -> bilevel.Solver:
     """Objectives and sets are seen at the first evaluation."""
     good = {"upper": quadratic().upper, "lower": quadratic().lower}
-    return bilevel.Solver(Problem(**good | parts), "f2sa", quadratic().x0, quadratic().y0)
+    return solver(problem=Problem(**good | parts))
 
 
 def solver(**options: Any) -> bilevel.Solver:
@@ -319,8 +239,7 @@ def answers(problem: Callable[[], Any], name: str) -> Entry:
         return getattr(problem(), name)(**given)
 
     size = problem().x0.shape[-1]
-    wrong = all_of(torch.ones(size + 1), torch.ones(size, size + 2), torch.ones(0))
-    arguments = {"x": TENSOR + wrong}
+    arguments = {"x": TENSOR + bad(torch.ones(size + 1))}
     return Entry(call, arguments | ({"multiplier": POSITIVE} if needs_multiplier else {}))
 
 
@@ -332,22 +251,21 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "HyperCleaning": cache(lambda: HyperCleaning(**cleaning_data())),
 }
 KNOWN = ("lower_solution", "penalised_solution", "value", "gradient", "penalised_gradient")
-MATRIX = TENSOR + all_of(torch.ones(5), torch.ones(()), torch.ones(2, 2, 2))
+MATRIX = GIVEN_TENSOR + bad(torch.ones(2, 2, 2))
 QUADRATIC = {
     "dim_x": COUNT,
     "dim_y": COUNT,
-    "condition": NO_NUMBER + NOT_FINITE + all_of(0.5, 0.0, -1.0),
+    "condition": NUMBER + bad(0.5),
     "rho": AT_LEAST_0,
     "sigma_f": AT_LEAST_0,
     "sigma_g": AT_LEAST_0,
     "seed": SEED,
-    "runs": all_of(3, [2], None, "2", error=ArgumentTypeError) + all_of((0,), (2, -1), ("2",)),
-    "A": [bad for bad in MATRIX if bad.value is not None]
-    + all_of(torch.ones(2, 3), torch.zeros(2, 2), -torch.eye(2), torch.tensor([[1.0, 2], [0, 1]])),
-    "B": [bad for bad in MATRIX if bad.value is not None],
-    "t": [bad for bad in TENSOR if bad.value is not None] + all_of(torch.ones(2, 2)),
+    "runs": types(3, None) + bad((0,), ("2",)),
+    "A": MATRIX + bad(torch.ones(2, 3), -torch.eye(2), torch.tensor([[1.0, 2], [0, 1]])),
+    "B": MATRIX,
+    "t": GIVEN_TENSOR + bad(torch.ones(2, 2)),
     "dtype": DTYPE,
-    "device": DEVICE + all_of(None, error=ArgumentTypeError),
+    "device": DEVICE + types(None),
 }
 
 
@@ -372,16 +290,12 @@ def spoiled(**changes: Any) -> dict[str, Any]:
     return solver().state_dict() | changes
 
 
-FRACTION = POSITIVE + all_of(1.0, 2.0)
-TABLE: dict[str, Entry] = {
+NO_CONSTANTS = types(None, {}, DESIGN)
+NO_DESIGN = types(None, {}, CONSTANTS)
+THEORY_CONSTANTS = ("l_g1", "l_f1", "l_f0", "l_g0", "l_f2", "l_g2", "sigma_f", "sigma_g")
+RUNS: dict[str, Entry] = {
     "Problem": Entry(
-        problem_with,
-        {
-            "upper": objective("upper"),
-            "lower": objective("lower"),
-            "x_set": SET,
-            "y_set": SET,
-        },
+        problem_with, {"upper": OBJECTIVE, "lower": OBJECTIVE, "x_set": SET, "y_set": SET}
     ),
     "Solver": Entry(
         solver,
@@ -395,55 +309,40 @@ TABLE: dict[str, Entry] = {
             "seed": SEED,
             "device": DEVICE,
             "compile": FLAG,
-            "batch_size": all_of(0, -1, 2.5, "2", True, 4),
-            "direction_batch_size": all_of(0, -1, 2.5, "some", True, "all"),
-            "chunk_size": all_of(0, -1, 2.5, "2", True, 4),
+            "batch_size": GIVEN_COUNT + bad(4),
+            "direction_batch_size": bad(0, 2.5, "some", True, "all"),
+            "chunk_size": GIVEN_COUNT + bad(4),
         },
     ),
     "Solver.load_state_dict": Entry(
         loaded_state,
         {
-            "state": all_of(
-                None, 3, "state", [], {}, {"method": "F3SA"}, {"method": 3}, ODD, {"method": None},
-                error=StateError, says="was saved by",
-            )
-            + all_of(
+            "state": bad(
+                None,
+                {},
+                {"method": "F3SA"},
                 {"method": "F2SA"},
-                spoiled(state={}),
                 spoiled(state=None),
-                spoiled(state=[]),
-                spoiled(draw=None),
                 spoiled(draw={}),
-                spoiled(randomness=None),
-                spoiled(randomness={}),
                 spoiled(randomness={"cpu": torch.ones(3)}),
                 spoiled(state={**spoiled()["state"], "x": None}),
                 spoiled(state={**spoiled()["state"], "more": 1}),
-                spoiled(state={**spoiled()["state"], "points": []}),
-                error=StateError, says="does not fit|the saved state has the fields|randomness",
+                error=StateError,
+                named="state|randomness",
             ),
         },
     ),
     "Solver.load": Entry(
         lambda path: solver().load(path),
         {
-            "path": NO_PATH
-            + all_of(None, error=ArgumentTypeError)
-            + all_of("", "nowhere", str(folder()), error=CheckpointError, says="was refused")
-            + all_of(
-                *(bad.value for bad in broken_files()), error=CheckpointError, says="was refused"
-            )
+            "path": PATH
+            + bad("nowhere", error=CheckpointError, named="nowhere")
+            + [replace(file, error=CheckpointError) for file in broken_files()]
         },
     ),
     "Solver.save": Entry(
         lambda path: solver().save(path),
-        {
-            "path": NO_PATH
-            + all_of(None, error=ArgumentTypeError)
-            + all_of(
-                "/dev/null/file", str(folder()), error=OutputError, says="could not be written"
-            )
-        },
+        {"path": PATH + bad("/dev/null/file", error=OutputError, named="/dev/null/file")},
     ),
     "minimize": Entry(
         minimize,
@@ -452,13 +351,13 @@ TABLE: dict[str, Entry] = {
             "method": METHOD,
             "x0": variable("x"),
             "y0": variable("y"),
-            "steps": all_of(-1, 1.5, "3", True, None, [3], NAN),
-            "record_every": HISTORY,
-            "select": one_of("last", "best", "random"),
-            "on_divergence": one_of("raise", "warn", "backtrack"),
-            "callback": all_of(3, "f", [], {}, ODD, True, error=ArgumentTypeError),
+            "steps": STEPS,
+            "record_every": COUNT,
+            "select": CHOICE,
+            "on_divergence": CHOICE,
+            "callback": types(3, "f"),
             "progress": FLAG,
-            "checkpoint": all_of(3, 1.5, [], {}, ODD, True, b"a", error=ArgumentTypeError),
+            "checkpoint": types(3, True, b"a"),
             "seed": SEED,
             "device": DEVICE,
         },
@@ -467,29 +366,23 @@ TABLE: dict[str, Entry] = {
         many,
         {
             "problem": NO_PROBLEM,
-            "methods": all_of([], (), "sgd", ["f2sa", "sgd"], says="method")
-            + all_of(3, None, [3], {}, ODD, error=ArgumentTypeError, says="method"),
-            "seeds": all_of(0, -1, 1.5, "2", True, None, [], [-1], [1.5], ["a"], ODD),
-            "steps": all_of(-1, 1.5, "3", True, None),
-            "record_every": HISTORY,
+            "methods": bad([], "sgd", ["f2sa", "sgd"], named="method")
+            + types(3, None, [3], named="method"),
+            "seeds": bad(0, 1.5, "2", True, None, [], [-1], ["a"]),
+            "steps": STEPS,
+            "record_every": COUNT,
             "own_starts": FLAG,
-            "at_once": all_of(0, -1, 1.5, "3", True),
+            "at_once": GIVEN_COUNT,
             "device": DEVICE,
         },
     ),
-    "Results.curves": Entry(
-        results,
-        {"name": all_of("", "f", "uper", "Upper", "gap ", 3, None, True, 1.5, [], {}, (), ODD, len,
-                        b"upper", ["upper"], ("upper",), 1j, np.ones(2), torch.ones(1))},
-    ),
+    "Results.curves": Entry(results, {"name": bad("uper", 3, None, ["upper"])}),
     "Checkpoint": Entry(
         lambda **options: bilevel.Checkpoint(**{"folder": "runs"} | options),
         {
-            "folder": all_of(None, 3, [], {}, ODD, b"a", 1.5, True, error=ArgumentTypeError),
-            "every_steps": all_of(0, -1, 2.5, "2", True, [], ODD),
-            "every_seconds": NOT_FINITE
-            + all_of(-1.0)
-            + all_of("1", True, [], ODD, 1j, error=ArgumentTypeError),
+            "folder": types(None, 3, True, b"a"),
+            "every_steps": GIVEN_COUNT,
+            "every_seconds": types("1", True) + NOT_FINITE + bad(-1.0),
             "keep": COUNT,
         },
     ),
@@ -497,22 +390,16 @@ TABLE: dict[str, Entry] = {
         lambda values: bilevel.Table(values),
         {
             "values": NO_TENSOR
-            + all_of("rows", b"rows", 3, True, {1}, error=ArgumentTypeError)
-            + all_of(
-                torch.arange(3),
-                torch.ones(3, dtype=torch.bool),
-                torch.ones(2, dtype=torch.complex64),
-                error=ArgumentTypeError,
-            )
-            + all_of(torch.tensor(1.0), torch.ones(0), torch.ones(0, 3), torch.ones(3).to_sparse())
+            + types(torch.arange(3), torch.ones(2, dtype=torch.complex64))
+            + bad(torch.tensor(1.0), torch.ones(0, 3), torch.ones(3).to_sparse())
         },
     ),
     "hypergradient": Entry(
         exact,
         {
             "problem": NO_PROBLEM
-            + all_of(
-                Problem(quadratic().upper, quadratic().lower, y_set=sets.Ball(1.0)), says="y_set"
+            + bad(
+                Problem(quadratic().upper, quadratic().lower, y_set=sets.Ball(1.0)), named="y_set"
             ),
             "x": variable("x"),
             "y": variable("y"),
@@ -525,8 +412,8 @@ TABLE: dict[str, Entry] = {
             "problem": NO_PROBLEM,
             "x": variable("x"),
             "y": variable("y"),
-            "method": METHOD + all_of("soba", "no-bilevel", error=ArgumentTypeError),
-            "multiplier": [bad for bad in POSITIVE if bad.value is not None],
+            "method": METHOD + types("soba", "no-bilevel"),
+            "multiplier": GIVEN_POSITIVE,
         },
     ),
     "diagnostics.tracking_errors": Entry(
@@ -536,140 +423,127 @@ TABLE: dict[str, Entry] = {
     "diagnostics.potential": Entry(
         tracked(diagnostics.potential),
         {
-            "problem": NO_PROBLEM + all_of(FlatValley(), error=ArgumentTypeError),
+            "problem": NO_PROBLEM + types(FlatValley()),
             "x": POINT,
             "y": POINT,
             "z": POINT,
             "multiplier": POSITIVE,
         },
     ),
-    # sets
+    "LossScale": Entry(
+        bilevel.LossScale,
+        {
+            "init_scale": POSITIVE,
+            "growth_factor": POSITIVE + bad(1.0),
+            "backoff_factor": FRACTION,
+            "growth_interval": COUNT,
+        },
+    ),
+    "SharedAdamW": Entry(
+        lambda **options: bilevel.SharedAdamW([torch.ones(2, requires_grad=True)], **options),
+        {
+            "lr": AT_LEAST_0,
+            "betas": types(None, 0.9, "ab", (0.9,), (None, 0.9))
+            + bad((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9)),
+            "eps": POSITIVE,
+            "weight_decay": AT_LEAST_0,
+        },
+    ),
+    "distributed.rows": Entry(
+        lambda **options: bilevel.distributed.rows(**{"count": 4} | options),
+        {"count": COUNT, "process_group": types("world", 0, True)},
+    ),
+    "loggers.TensorBoard": Entry(
+        lambda **options: bilevel.loggers.TensorBoard(**{"folder": str(folder())} | options),
+        {"folder": PATH, "prefix": NAME},
+    ),
+    "loggers.WandB": Entry(
+        lambda **options: bilevel.loggers.WandB(**{"run": SimpleNamespace(log=print)} | options),
+        {"run": types(None, 3, SimpleNamespace(log=3)), "prefix": NAME},
+    ),
+}
+SETS_AND_SCHEDULES: dict[str, Entry] = {
     "sets.Box": Entry(
         lambda **options: sets.Box(**{"low": 0.0, "high": 1.0} | options),
         {
-            name: all_of(
-                *(bad.value for bad in NO_NUMBER if not isinstance(bad.value, torch.Tensor)),
-                torch.ones(2, dtype=torch.complex64),
-                error=ArgumentTypeError,
-            )
-            + all_of(NAN, beyond, torch.tensor([0.5, beyond]), torch.tensor(NAN))
+            name: types(None, "1", True, torch.ones(2, dtype=torch.complex64))
+            + bad(NAN, beyond, torch.tensor([0.5, beyond]))
             for name, beyond in (("low", 2.0), ("high", -1.0))
         },
     ),
     "sets.Ball": Entry(sets.Ball, {"radius": POSITIVE}),
     "sets.Simplex": Entry(sets.Simplex, {"total": POSITIVE}),
-    "sets.Rows": Entry(
-        sets.Rows,
-        {
-            "project": all_of(
-                None, 3, 1.5, "ball", b"ball", True, [], (), {}, {1}, 1j, ODD, ..., range(2),
-                torch.ones(2), np.ones(2), sets.Ball, sets.Box, int, [sets.Ball(1.0)],
-                error=ArgumentTypeError, says="Rows needs a set or another callable",
-            )
-        },
-    ),
-    # schedules
-    "schedules.Constant": Entry(schedules.Constant, {"value": NO_NUMBER + NOT_FINITE + all_of(
-        "a", [], error=ArgumentTypeError)}),
+    "sets.Rows": Entry(sets.Rows, {"project": types(None, "ball", sets.Ball, named="Rows")}),
+    "schedules.Constant": Entry(schedules.Constant, {"value": NUMBER}),
     "schedules.Power": Entry(
         lambda **options: schedules.Power(
             **{"value": 1.0, "offset": 1.0, "exponent": 1.0} | options
         ),
-        {
-            "value": NO_NUMBER + NOT_FINITE,
-            "offset": POSITIVE,
-            "exponent": NO_NUMBER + NOT_FINITE,
-        },
+        {"value": NUMBER, "offset": POSITIVE, "exponent": NUMBER},
     ),
     "schedules.Ramp": Entry(
         lambda **options: schedules.Ramp(**{"start": 1.0, "end": 2.0, "steps": 3} | options),
-        {"start": NO_NUMBER + NOT_FINITE, "end": NO_NUMBER + NOT_FINITE, "steps": COUNT},
+        {"start": NUMBER, "end": NUMBER, "steps": COUNT},
     ),
     "schedules.as_schedule": Entry(
-        lambda rate: schedules.as_schedule("rate", rate),
-        {
-            "rate": NOT_POSITIVE
-            + all_of(
-                *(bad.value for bad in NO_NUMBER if not callable(bad.value)),
-                error=ArgumentTypeError,
-            )
-        },
+        lambda rate: schedules.as_schedule("rate", rate), {"rate": POSITIVE}
     ),
     "schedules.positive_at": Entry(
         lambda schedule: schedules.positive_at("schedule", schedule, 3),
         {
-            "schedule": all_of(None, 3, "f", [], {}, 1j, error=ArgumentTypeError)
-            + all_of(
-                *map(always, (None, "fast", [], {}, 1j, ODD, (1.0,))),
-                error=ArgumentTypeError,
-                says=r"schedule\(3\)",
-            )
-            + all_of(
-                *map(always, (0, -1, NAN, INF, -INF, "nan", -1e-300, False)),
-                says=r"schedule\(3\)",
-            )
+            "schedule": types(None, 3, *map(always, (None, "fast")))
+            + bad(*map(always, (0, -1, NAN, INF)))
         },
     ),
-    # theory
+}
+THEORY: dict[str, Entry] = {
     "theory.Constants": Entry(
-        constants,
-        {
-            "mu_g": POSITIVE + all_of(3.0, says="l_g1 must be at least mu_g"),
-            **dict.fromkeys(
-                ("l_g1", "l_f1", "l_f0", "l_g0", "l_f2", "l_g2", "sigma_f", "sigma_g"),
-                AT_LEAST_0,
-            ),
-        },
+        constants, {"mu_g": POSITIVE + bad(3.0), **dict.fromkeys(THEORY_CONSTANTS, AT_LEAST_0)}
     ),
-    "theory.Constants.l_star1": Entry(
-        CONSTANTS.l_star1, {"lam0": [bad for bad in POSITIVE if bad.value is not None]}
-    ),
-    "theory.Constants.bias_bound": Entry(CONSTANTS.bias_bound, {"lam": POSITIVE + all_of(0.5)}),
+    "theory.Constants.l_star1": Entry(CONSTANTS.l_star1, {"lam0": GIVEN_POSITIVE}),
+    "theory.Constants.bias_bound": Entry(CONSTANTS.bias_bound, {"lam": POSITIVE + bad(0.5)}),
     "theory.Constants.distance_bound": Entry(
-        CONSTANTS.distance_bound, {"lam": POSITIVE + all_of(0.5)}
+        CONSTANTS.distance_bound, {"lam": POSITIVE + bad(0.5)}
     ),
     "theory.Constants.drift_bound": Entry(
         lambda **options: CONSTANTS.drift_bound(**{"lam1": 5.0, "lam2": 6.0, "dx": 1.0} | options),
-        {"lam1": POSITIVE + all_of(0.5), "lam2": POSITIVE + all_of(0.5), "dx": AT_LEAST_0},
+        {"lam1": POSITIVE + bad(0.5), "lam2": POSITIVE + bad(0.5), "dx": AT_LEAST_0},
     ),
     "theory.design": Entry(
         lambda **options: theory.design(**{"constants": CONSTANTS} | options),
         {
-            "constants": all_of(None, 3, "a", {}, [], ODD, DESIGN, error=ArgumentTypeError),
-            "algorithm": one_of("f2sa", "f3sa"),
-            "regime": all_of("other", "", 2, None, True, ODD),
-            "T": all_of(0, -1, 2.5, "2", True, NAN),
-            **{
-                name: [bad for bad in POSITIVE if bad.value is not None]
-                for name in ("lam0", "k0", "xi", "c_xi", "c_eta")
-            },
+            "constants": NO_CONSTANTS,
+            "algorithm": CHOICE,
+            "regime": CHOICE,
+            "T": GIVEN_COUNT,
+            **dict.fromkeys(("lam0", "k0", "xi", "c_xi", "c_eta"), GIVEN_POSITIVE),
         },
     ),
     "theory.check": Entry(
         lambda **options: theory.check(**{"design": DESIGN, "constants": CONSTANTS} | options),
         {
-            "design": all_of(None, 3, "a", {}, [], ODD, CONSTANTS, error=ArgumentTypeError),
-            "constants": all_of(None, 3, "a", {}, [], ODD, DESIGN, error=ArgumentTypeError),
-            "horizon": COUNT + all_of(1),
+            "design": NO_DESIGN,
+            "constants": NO_CONSTANTS,
+            "horizon": COUNT + bad(1),
             "strict": FLAG,
             "c_xi": POSITIVE,
             "c_eta": POSITIVE,
         },
     ),
     "theory.Design": Entry(
-        lambda **options: __import__("dataclasses").replace(DESIGN, **options),
+        lambda **options: replace(DESIGN, **options),
         {
-            "algorithm": one_of("f2sa", "f3sa"),
+            "algorithm": CHOICE,
             "T": COUNT,
             "xi": POSITIVE,
             "lam0": POSITIVE,
             "k0": POSITIVE,
-            "a": AT_LEAST_0 + all_of(1.5),
+            "a": AT_LEAST_0 + bad(1.5),
             "c": AT_LEAST_0,
-            "alpha": all_of(None, 0.1, "a", [], ODD, error=ArgumentTypeError),
-            "gamma": all_of(None, 0.1, "a", [], ODD, error=ArgumentTypeError),
-            "multiplier": all_of(None, 0.1, "a", [], ODD, error=ArgumentTypeError),
-            "momentum": all_of(0.1, len, "a", error=ArgumentTypeError),
+            "alpha": types(None, 0.1),
+            "gamma": types(None, 0.1),
+            "multiplier": types(None, 0.1),
+            "momentum": types(0.1, len),
         },
     ),
     **{
@@ -677,26 +551,22 @@ TABLE: dict[str, Entry] = {
             lambda method=method, **options: method.from_theory(
                 **{"constants": CONSTANTS} | options
             ),
-            {
-                "constants": all_of(None, 3, "a", {}, [], ODD, DESIGN, error=ArgumentTypeError),
-                "regime": all_of("other", "", 2, None, True, ODD),
-                "lam0": [bad for bad in POSITIVE if bad.value is not None],
-            },
+            {"constants": NO_CONSTANTS, "regime": CHOICE, "lam0": GIVEN_POSITIVE},
         )
         for method in (bilevel.F2SA, bilevel.F3SA)
     },
-    # problems
+}
+KNOWN_PROBLEMS: dict[str, Entry] = {
     "problems.Quadratic": Entry(Quadratic, QUADRATIC),
     "problems.Nonconvex": Entry(
-        Nonconvex,
-        {name: values for name, values in QUADRATIC.items() if name not in "ABt"},
+        Nonconvex, {name: values for name, values in QUADRATIC.items() if name not in "ABt"}
     ),
     "problems.FlatValley": Entry(
         FlatValley,
         {
             "dim_x": COUNT,
             "dim_y": COUNT,
-            "valley": COUNT + all_of(5, 6),
+            "valley": COUNT + bad(5),
             "rho": AT_LEAST_0,
             "seed": SEED,
             "dtype": DTYPE,
@@ -709,7 +579,7 @@ TABLE: dict[str, Entry] = {
             "train": COUNT,
             "trusted": COUNT,
             "dim": COUNT,
-            "noise": AT_LEAST_0 + all_of(1.0, 1.5),
+            "noise": AT_LEAST_0 + bad(1.0),
             "ridge": POSITIVE,
             "seed": SEED,
             "dtype": DTYPE,
@@ -718,24 +588,21 @@ TABLE: dict[str, Entry] = {
     "problems.HyperCleaning": Entry(
         lambda **options: HyperCleaning(**cleaning_data() | options),
         {
-            name: all_of(None, 3, "a", [], {}, ODD, error=ArgumentTypeError)
-            + all_of(torch.ones(12), torch.ones(0, 3), torch.full((12, 3), NAN))
+            name: types(None, []) + bad(torch.ones(12), torch.ones(0, 3), torch.full((12, 3), NAN))
             for name in ("images", "trusted_images")
         }
         | {
-            name: all_of(None, 3, "a", [], ODD, torch.ones(12), error=ArgumentTypeError)
-            + all_of(torch.arange(5), torch.arange(0), torch.arange(12) - 13, says=name)
+            name: types(None, torch.ones(12)) + bad(torch.arange(5), torch.arange(12) - 13)
             for name in ("labels", "trusted_labels")
         }
         | {
             "ridge": POSITIVE,
-            "weights": one_of("sigmoid", "box"),
-            "classes": all_of(0, 1, 2.5, "3", True, 2, says="classes"),
+            "weights": CHOICE,
+            "classes": GIVEN_COUNT + bad(2),
             "dtype": DTYPE,
             "device": DEVICE,
-            "test_images": all_of(torch.ones(2, 3), says="test_images and test_labels"),
-            "true_labels": all_of(torch.ones(12), 3, error=ArgumentTypeError)
-            + all_of(torch.arange(3)),
+            "test_images": bad(torch.ones(2, 3)),
+            "true_labels": types(torch.ones(12), 3) + bad(torch.arange(3)),
         },
     ),
     **{
@@ -743,121 +610,60 @@ TABLE: dict[str, Entry] = {
         for problem, make in PROBLEMS.items()
         for name in KNOWN
     },
-    # data
+}
+ADDRESSES = types("https://a", None, (3,)) + bad(("ftp://a",), ("",))
+DATA_SETS: dict[str, Entry] = {
     "data.mnist": Entry(data.mnist, {"data_dir": DATA_DIR}),
     "data.covertype": Entry(data.covertype, {"data_dir": DATA_DIR}),
     "data.newsgroups": Entry(data.newsgroups, {"data_dir": DATA_DIR}),
     "data.shakespeare": Entry(data.shakespeare, {"data_dir": DATA_DIR}),
-    "data.read_shakespeare": Entry(
-        data.read_shakespeare,
-        {
-            "path": FILE
-            + all_of(
-                *(written(f"broken-{i}.gz", c) for i, c in enumerate(NO_TEXTS)),
-                error=CorruptDataError, says="broken-",
-            )
-        },
-    ),
+    "data.read_shakespeare": Entry(data.read_shakespeare, {"path": FILE + broken_files()[:-1]}),
     "data.read_idx": Entry(data.read_idx, {"path": FILE + broken_files()}),
     "data.read_covertype": Entry(data.read_covertype, {"path": FILE + broken_files()}),
     "data.read_newsgroups": Entry(data.read_newsgroups, {"path": FILE + broken_files()}),
     "data.RemoteFile": Entry(
         lambda **options: data.RemoteFile(**{"name": "a.gz", "sha256": "0" * 64} | options),
         {
-            "name": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError)
-            + all_of("", ".", "..", "../a", "a/b", "a\\b", "\0"),
-            "sha256": all_of(None, 3, "", "0" * 63, "0" * 65, "g" * 64, b"0" * 64, "A" * 64),
-            "addresses": all_of("https://a", None, [], (3,), error=ArgumentTypeError)
-            + all_of(("ftp://a",), ("a",), ("",)),
+            "name": NAME + bad("", "..", "a/b", "a\\b", "\0"),
+            "sha256": bad(None, "0" * 63, "g" * 64, "A" * 64),
+            "addresses": ADDRESSES,
         },
     ),
     "data.DataSet": Entry(
         lambda **options: data.DataSet(**{"name": "a", "files": (), "mirrors": ()} | options),
         {
-            "name": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError)
-            + all_of("", ".", "..", "../a", "a/b", "a\\b"),
-            "files": all_of(None, [], ("a",), 3, error=ArgumentTypeError),
-            "repacked": all_of(None, [], ("a",), 3, error=ArgumentTypeError),
-            "mirrors": all_of("https://a", None, [], (3,), error=ArgumentTypeError)
-            + all_of(("ftp://a",), ("a",), ("",)),
+            "name": NAME + bad("", "..", "a/b", "a\\b"),
+            "files": types(None, ("a",)),
+            "repacked": types(None, ("a",)),
+            "mirrors": ADDRESSES,
         },
     ),
     "data.DataSet.paths": Entry(data.MNIST.paths, {"data_dir": DATA_DIR}),
-    # large models
-    "LossScale": Entry(
-        bilevel.LossScale,
-        {
-            "init_scale": POSITIVE,
-            "growth_factor": POSITIVE + all_of(1.0),
-            "backoff_factor": POSITIVE + all_of(1.0, 2.0),
-            "growth_interval": COUNT,
-        },
-    ),
-    "SharedAdamW": Entry(
-        lambda **options: bilevel.SharedAdamW([torch.ones(2, requires_grad=True)], **options),
-        {
-            "lr": AT_LEAST_0,
-            "betas": all_of(None, 0.9, "ab", (), (0.9,), (0.9, 0.9, 0.9), ODD, {},
-                            error=ArgumentTypeError)
-            + all_of((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9))
-            + all_of((None, 0.9), (0.9, "a"), error=ArgumentTypeError),
-            "eps": POSITIVE,
-            "weight_decay": AT_LEAST_0,
-        },
-    ),
-    "distributed.rows": Entry(
-        lambda **options: bilevel.distributed.rows(**{"count": 4} | options),
-        {
-            "count": COUNT,
-            "process_group": all_of(
-                "", "world", 0, 3, True, [], {}, ODD, len, b"default", 1.5, error=ArgumentTypeError
-            ),
-        },
-    ),
-    "loggers.TensorBoard": Entry(
-        lambda **options: bilevel.loggers.TensorBoard(**{"folder": str(folder())} | options),
-        {
-            "folder": NO_PATH + all_of(None, error=ArgumentTypeError),
-            "prefix": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError),
-        },
-    ),
-    "loggers.WandB": Entry(
-        lambda **options: bilevel.loggers.WandB(**{"run": SimpleNamespace(log=print)} | options),
-        {
-            "run": NO_NUMBER[:-2]
-            + all_of(3, math.pi, SimpleNamespace(log=3), error=ArgumentTypeError),
-            "prefix": all_of(None, 3, b"a", [], ODD, error=ArgumentTypeError),
-        },
-    ),
+}
+OTHERS = ValueError, TypeError  # of scikit-learn
+APPLICATIONS: dict[str, Entry] = {
     "DataMixer": Entry(
         mixer,
         {
-            "sources": all_of(None, 3, "a", [], (1, 2), ODD, {1: [], 2: []},
-                              {"a": None, "b": [1]}, error=ArgumentTypeError)
-            + all_of({}, {"a": [torch.zeros(1, 2)]}),
-            "target": all_of(None, error=ArgumentTypeError),
-            "model": all_of(None, 3, "gpt2", torch.nn.Linear, len, {}, ODD,
-                            error=ArgumentTypeError) + all_of(torch.nn.ReLU()),
-            "model_lr": POSITIVE[1:],
-            "weight_lr": POSITIVE[1:],
-            "multiplier": POSITIVE[1:],
-            "method": METHOD[:4],
+            "sources": types(None, [], {1: [], 2: []}, {"a": None, "b": [1]})
+            + bad({}, {"a": [torch.zeros(1, 2)]}),
+            "target": types(None),
+            "model": types(None, "gpt2", torch.nn.Linear) + bad(torch.nn.ReLU()),
+            "model_lr": GIVEN_POSITIVE,
+            "weight_lr": GIVEN_POSITIVE,
+            "multiplier": GIVEN_POSITIVE,
+            "method": bad("sgd"),
             "seed": SEED,
         },
     ),
     "mixing.load_model": Entry(
         lambda folder: bilevel.mixing.load_model(folder),
-        {
-            "folder": NO_PATH
-            + all_of(None, error=ArgumentTypeError)
-            + all_of("nowhere", str(folder()), error=InputError, says="cannot be read")
-        },
+        {"folder": PATH + bad("nowhere", error=InputError, named="nowhere")},
     ),
-    # cleaning
     "LabelCleaner": Entry(
         fitted,
         {
-            "model": all_of(3, "mlp", len, ODD, torch.nn.Linear, {}, error=ArgumentTypeError),
+            "model": types(3, "mlp", torch.nn.Linear),
             "clean_fraction": FRACTION,
             "validation_fraction": FRACTION,
             "max_steps": COUNT,
@@ -865,48 +671,31 @@ TABLE: dict[str, Entry] = {
             "batch_size": COUNT,
             "early_stopping": FLAG,
             "standardize": FLAG,
-            "checkpoint": NO_PATH,
-            "random_state": all_of("a", 1.5, -1, ODD, error=ValueError, says="seed|Seed"),
+            "checkpoint": GIVEN_PATH,
+            "random_state": bad("a", 1.5, -1, error=ValueError, named=""),
         },
     ),
     "LabelCleaner.fit": Entry(
         fitted,
         {
-            "X": all_of(
-                None, 3, "a", [], np.ones(40), np.ones((0, 2)), np.ones((40, 0)), np.ones((39, 2)),
-                np.ones((40, 2, 2)), np.full((40, 2), NAN), np.full((40, 2), INF),
-                np.full((40, 2), "a"), np.ones((40, 2)) * 1j, ODD,
-                error=(ValueError, TypeError),
-                says=r"\bX\b|[Aa]rray|samples|feature|convert|Complex|float\(\)",
+            "X": bad(
+                None, [], np.ones(40), np.ones((40, 0)), np.ones((39, 2)), np.ones((40, 2, 2)),
+                np.full((40, 2), NAN), np.full((40, 2), "a"), np.ones((40, 2)) * 1j,
+                error=OTHERS, named="",
             ),
-            "y": all_of(
-                None, 3, [], np.ones(39), np.zeros(40), np.ones((40, 2)), np.full(40, NAN),
-                np.linspace(0, 1, 40), ODD, error=(ValueError, TypeError),
-                says=r"\by\b|[Aa]rray|samples|label",
+            "y": bad(
+                None, [], np.ones(39), np.zeros(40), np.ones((40, 2)), np.full(40, NAN),
+                np.linspace(0, 1, 40), error=OTHERS, named="",
             ),
-            "trusted": all_of(
-                np.zeros(40, bool), np.ones(40, bool), np.zeros(3, bool), [40], [-41], ["a"],
-                [0.5], error=(ValueError, TypeError), says="trusted",
+            "trusted": bad(
+                np.zeros(40, bool), np.ones(40, bool), np.zeros(3, bool), [40], ["a"], [0.5],
+                error=OTHERS,
             ),
         },
     ),
     "cleaning.load_model": Entry(
         lambda folder: bilevel.cleaning.load_model(folder),  # type: ignore[attr-defined]
-        {
-            "folder": NO_PATH
-            + all_of(None, error=ArgumentTypeError)
-            + all_of("nowhere", str(folder()), error=InputError, says="has no model")
-        },
+        {"folder": PATH + bad("nowhere", error=InputError, named="nowhere")},
     ),
 }  # fmt: skip
-
-CASES = [
-    (function, argument, bad)
-    for function, entry in TABLE.items()
-    for argument, values in entry.arguments.items()
-    for bad in values
-]
-
-
-def pattern(argument: str, bad: Refused) -> str:
-    return re.escape(argument) if bad.says is None else bad.says
+TABLE = RUNS | SETS_AND_SCHEDULES | THEORY | KNOWN_PROBLEMS | DATA_SETS | APPLICATIONS
