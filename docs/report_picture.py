@@ -1,44 +1,43 @@
 """Makes ``report.png``, the picture of a report in the README, from the demo's digits.
 
-Needs Chromium, and everything that ``bilevel demo`` needs.
+Needs Playwright, the system's Chromium, and everything that ``bilevel demo`` needs.
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
+from playwright.sync_api import ViewportSize, sync_playwright
 
 from bilevel.experiments import digits
 
 PICTURE = Path(__file__).parent / "report.png"
-SIZE = 1280, 1750
+SIZE: ViewportSize = {"width": 1280, "height": 1750}
 
 
 def draw(picture: Path = PICTURE) -> None:
     """Clean the labels, write the report and take its picture."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        raise SystemExit("this needs Chromium")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit(
+            "this needs Chromium: neither chromium nor chromium-browser is in the PATH"
+        )
     torch.set_num_threads(1)  # as the demo does
     _, found = digits.clean()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        found.write(folder / "demo")
-        subprocess.run(
-            [
-                *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--disable-background-networking", f"--user-data-dir={folder / 'profile'}"),
-                f"--window-size={SIZE[0]},{SIZE[1]}",
-                f"--screenshot={picture.absolute()}",
-                (folder / "demo" / "report.html").as_uri(),
-            ],
-            check=True,
-            capture_output=True,
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        found.write(Path(name) / "demo")
+        browser = playwright.chromium.launch(
+            executable_path=chromium,
+            args=["--disable-gpu", "--disable-background-networking", "--no-first-run"],
         )
+        page = browser.new_page(viewport=SIZE)
+        page.goto((Path(name) / "demo" / "report.html").as_uri())
+        page.wait_for_selector("html.scripted")
+        page.screenshot(path=picture)
+        browser.close()
 
 
 if __name__ == "__main__":
