@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bilevel import data, errors, problems, theory
+from bilevel.engine import LossScale
 from bilevel.engine import ranks as distributed
-from bilevel.engine.loss_scale import LossScale
 from bilevel.methods import (
     AID,
     BOME,
@@ -26,8 +26,10 @@ from bilevel.methods import (
     SOBA,
     SOBO,
     VPBGD,
-    Nesterov,
+    Info,
+    Method,
     NoBilevel,
+    State,
 )
 from bilevel.mixing import DataMixer, Mixture
 from bilevel.problem import Problem, sets
@@ -44,8 +46,7 @@ from bilevel.run import (
     minimize_many,
 )
 from bilevel.run._version import __version__
-from bilevel.stepping import schedules
-from bilevel.stepping.shared_adamw import SharedAdamW
+from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ __all__ = [
     "VPBGD",
     "Checkpoint",
     "DataMixer",
+    "Info",
     "LossScale",
+    "Method",
     "Mixture",
     "Nesterov",
     "NoBilevel",
@@ -76,6 +79,7 @@ __all__ = [
     "Results",
     "SharedAdamW",
     "Solver",
+    "State",
     "Table",
     "__version__",
     "check_hypergradient",

@@ -24,7 +24,8 @@ class FiniteCheck:
     Args:
         step: k, for the message.
         at_once: whether to look at each number where it is found.
-        before: the check of the step before, if it was not read yet: what was bad there is bad here.
+        before: the check of the step before, if it was not read yet; what was bad there is bad
+            here.
     """
 
     def __init__(self, step: int, *, at_once: bool, before: FiniteCheck | None = None) -> None:
@@ -40,7 +41,7 @@ class FiniteCheck:
         return self._step
 
     def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:
-        """Check scalars that are about to be differentiated; ``names`` is called only for a message."""
+        """Check scalars that are about to be differentiated; ``names`` makes the message."""
         looks = self._at_once and values[0].device.type == "cpu"  # a device is asked once for all
         if looks and all(math.isfinite(value.item()) for value in values):
             return
@@ -78,7 +79,7 @@ class FiniteCheck:
                 variable.require_finite_grads(self._step, float(rate))
 
     def complete(self, variable: Variable) -> None:
-        """The gradients on the leaves are complete; on several ranks, replace them by their means."""
+        """The gradients on the leaves are complete; on several ranks, average them."""
 
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
         """Check sums of gradients that are not on the leaves; on ranks, replace them by means."""
@@ -122,7 +123,7 @@ class FiniteCheck:
         return None if self._fine is None else ~self._fine
 
     def post(self) -> None:
-        """Start to copy the answer from the device, so that :meth:`read` waits for no later work."""
+        """Start to copy the answer from the device, so that :meth:`read` waits for nothing else."""
         if self._fine is not None and self._fine.is_cuda:
             answer = torch.empty((), dtype=torch.bool, pin_memory=True)
             answer.copy_(self._fine, non_blocking=True)

@@ -67,7 +67,7 @@ class Method(ABC, Generic[S]):
 
     @abstractmethod
     def step(self, evaluator: Evaluator, state: S, sizes: StepSizes) -> Info:
-        """One outer step, in place, in the verbs of :class:`~bilevel.methods.evaluator.Evaluator`."""
+        """One outer step, in place, in the verbs of the evaluator; what it reports."""
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """The iterates by an independent recursion: plain tensors, line by line as in the paper.

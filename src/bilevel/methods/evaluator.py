@@ -94,7 +94,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
-        """One outer step, in place; without ``measure`` nothing is evaluated just to be reported."""
+        """One outer step, in place; without ``measure`` nothing is evaluated for a report."""
 
     # The verbs of a step on Phi
 
@@ -162,9 +162,9 @@ class Evaluator(ABC):
     def backward(
         self, evaluation: Evaluation, upper: Number | None, lower: Number | None, scale: float = 1.0
     ) -> None:
-        """Leave on the leaves the gradient of ``upper`` times the terms of f plus ``lower`` times g's.
+        """Leave the gradient of a weighted sum of the terms of f and of g on the leaves.
 
-        None leaves those terms out.
+        ``upper`` weighs those of f and ``lower`` those of g; None leaves them out.
         """
 
     @abstractmethod

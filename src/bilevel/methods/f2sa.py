@@ -69,8 +69,8 @@ class F2SA(PaperMethod[F2SAState]):
 
     which is the paper's Algorithm 1 with beta_k = alpha_k * lam_k and s_k = xi * alpha_k. The x
     direction differs from the gradient of F(x) = f(x, y*(x)) by O(1/lam). All directions are parts
-    of the gradient of one scalar (see :mod:`bilevel.problem.phi`), so an inner step is one forward and
-    one backward pass. Every rate is a float or a function of k.
+    of the gradient of one scalar (see :mod:`bilevel.problem.phi`), so an inner step is one forward
+    and one backward pass. Every rate is a float or a function of k.
 
     Args:
         lower_lr: gamma_k, the step of z; it must stay below 2 / L_g, where L_g is the curvature of

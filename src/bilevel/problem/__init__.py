@@ -1,8 +1,8 @@
 """What is solved: the two objectives, their sets, and the scalar Phi."""
 
+from bilevel.problem import sets
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Objective, Objectives, Problem, check_objectives
-from bilevel.problem import sets
 from bilevel.problem.sets import (
     Ball,
     Box,

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.engine.watch import Watch
+from bilevel.engine import EagerEvaluator
 from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
 from bilevel.errors.checks import check_flag, check_tensor, checked_number
 from bilevel.methods import Method, PenaltyMethod, method_of
 from bilevel.methods.implicit import Slope, gradient
-from bilevel.problem import Problem, Stencil, Weights, evaluate
+from bilevel.problem import Phi, Problem, Stencil
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
-from bilevel.sampling import Sample
+from bilevel.sampling import Draw, NoData, Sample
 from bilevel.variables import Variable, conjugate_gradients, dense, flat, held, unflat
 
 
@@ -139,8 +139,9 @@ def check_hypergradient(
         exact = _implicit_gradient(problem, at_x, at_y, sample)
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
         with held(*points):
-            phi = evaluate(problem, stencil, at_x, points, [sample] * len(points))
-            phi.backward(Weights(1.0, lam), Watch(0, at_once=True))
+            evaluator = EagerEvaluator(problem, Draw(NoData(), NoData()))
+            phi = Phi(stencil, at_x, points, lam)
+            evaluator.backward(evaluator.evaluate(phi, [sample] * len(points)), 1.0, lam)
     direction = dense(at_x.take_grads())
     truth, found = flat(exact), flat(direction)
     return HypergradientCheck(

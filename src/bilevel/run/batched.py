@@ -142,7 +142,9 @@ def _lower_solutions(state: State, step: Callable[..., Info]) -> list[Any]:
     ]
 
 
-def _stacked_starts(group: Sequence[Run], place: torch.device | None) -> tuple[StackedVariable, StackedVariable]:
+def _stacked_starts(
+    group: Sequence[Run], place: torch.device | None
+) -> tuple[StackedVariable, StackedVariable]:
     """Where the runs start."""
     starts: dict[tuple[int, int], tuple[Variable, Variable]] = {}
     for run in group:

@@ -61,7 +61,8 @@ def minimize(
 
     Args:
         problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
-            seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver` takes them.
+            seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
+            takes them.
         steps: K, how many outer steps to take.
         progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
         callback: called as ``callback(solver, info)`` at every recorded step; returning what is
@@ -103,8 +104,8 @@ def minimize(
         solver = Solver(
             problem, x0, y0, method=method, upper_data=upper_data, lower_data=lower_data,
             batch_size=batch_size, direction_batch_size=direction_batch_size,
-            chunk_size=chunk_size, seed=seed, compile=compile, device=device,
-            process_group=process_group,
+            seed=seed, device=device, compile=compile, accumulate=accumulate,
+            loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip
         return _Loop(solver, options, seed, interrupts).run()
 

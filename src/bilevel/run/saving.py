@@ -55,12 +55,13 @@ class Resumable(ABC):
     _description: dict[str, Any]
 
     @property
-    @abstractmethod
     def draw(self) -> Draw:
         """Where the samples come from."""
+        return self.evaluator.draw
 
     @draw.setter
-    def draw(self, draw: Draw) -> None: ...
+    def draw(self, draw: Draw) -> None:
+        self.evaluator.draw = draw
 
     @abstractmethod
     def settle(self) -> None:

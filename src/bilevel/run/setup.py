@@ -211,9 +211,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
         "x": settings.of_variable(x),
         "y": settings.of_variable(y),
     }
-    return Prepared(
-        ranks, method, x, y, sampling, execution, redraw, draw, randomness, description
-    )
+    return Prepared(ranks, method, x, y, sampling, execution, redraw, draw, randomness, description)
 
 
 def agree_on_ranks(ranks: Ranks, made: Prepared, all_settings: dict[str, Any]) -> None:

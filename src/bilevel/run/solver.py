@@ -18,7 +18,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
-from bilevel.sampling import DirectionSize, Draw
+from bilevel.sampling import DirectionSize
 from bilevel.variables import Variable, part_of
 
 
@@ -100,18 +100,14 @@ class Solver(Resumable):
             Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size
         )
         execution = partial(Execution, compile, accumulate, loss_scale, chunk_size)
-        given = Arguments(
-            problem, x0, y0, method, sampling, execution, seed, device, process_group
-        )
+        given = Arguments(problem, x0, y0, method, sampling, execution, seed, device, process_group)
         ranks = ranks_of(process_group)
         made = on_every_rank(ranks, partial(prepare, given, ranks))
         announce_ranks(made.ranks, process_group)
         self.problem = problem
         self.ranks = made.ranks
         self.method = made.method
-        self.evaluator = make_evaluator(
-            problem, made.draw, made.execution, made.method, made.ranks
-        )
+        self.evaluator = make_evaluator(problem, made.draw, made.execution, made.method, made.ranks)
         self._randomness = made.randomness
         self._redraw = made.redraw
         self._one_pass_data = made.sampling.one_pass
@@ -135,15 +131,6 @@ class Solver(Resumable):
             check_objectives(self.problem, x, y, *batches)
             state: State = self.method.init(self.problem, x, y)
             return state
-
-    @property
-    def draw(self) -> Draw:
-        """Where the samples come from."""
-        return self.evaluator.draw
-
-    @draw.setter
-    def draw(self, draw: Draw) -> None:
-        self.evaluator.draw = draw
 
     @property
     def k(self) -> int:

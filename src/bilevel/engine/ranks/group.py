@@ -194,8 +194,8 @@ class Ranks:
             found = differences(all_of_them[0], other, ("on rank 0", f"on rank {rank}"))
             if found:
                 raise DistributedError(
-                    f"the ranks do not solve one problem: {list_differences(found)}. Give all of them the "
-                    f"same arguments, or process_group=None where each is to run for itself"
+                    f"the ranks do not solve one problem: {list_differences(found)}. Give all of "
+                    f"them the same arguments, or process_group=None where each runs for itself"
                 )
 
     def check_shares(self, lengths: Mapping[str, int | None], *, exact: bool) -> None:

@@ -45,7 +45,7 @@ class StackedCheck(FiniteCheck):
         self, moves: Sequence[tuple[Variable, Number]], *, averaged: bool = False
     ) -> None:
         grads = [grad for variable, _ in moves for grad in variable.grads()]
-        # the norm of all runs together is no smaller than that of any, and several times as fast to get
+        # the norm over all runs bounds that of each, and is several times as fast to get
         total = sum([norm.item() for norm in torch._foreach_norm(grads)])
         for variable, rate in moves:
             most = rate.abs().amax().item() if isinstance(rate, Tensor) else abs(rate)
@@ -71,7 +71,7 @@ class StackedCheck(FiniteCheck):
 
 
 class StackedEvaluator(EagerEvaluator):
-    """Evaluates all runs at once: objectives take the points and batches of all, and return R numbers.
+    """Evaluates all R runs at once: every objective gives R numbers.
 
     Runs are independent, so one backward pass of the sum of their Phi gives every direction of
     every run.

@@ -1,4 +1,4 @@
-"""Stacked runs: which of them go on, functions of all runs, and variables that stack their points."""
+"""Stacked runs: which of them go on, functions of all of them, and their variables."""
 
 from __future__ import annotations
 

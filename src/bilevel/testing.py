@@ -1,0 +1,311 @@
+"""Checks for methods: the contract that every method of the library keeps, for yours as well.
+
+:func:`check_method` runs every check of :data:`CHECKS` on a method object and raises an
+``AssertionError`` that names the first property that does not hold. The most important one holds
+:meth:`~bilevel.Method.step` to :meth:`~bilevel.Method.reference`, an independent recursion that the
+author of a method writes from its paper: a method without one fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import ObjectiveError
+from bilevel.methods import Ability, Method, NoBilevel
+from bilevel.problem import Objective, Problem
+from bilevel.problem.sets import Ball, Box
+from bilevel.run import Solver
+
+__all__ = ["CHECKS", "check_method"]
+
+Check: TypeAlias = Callable[[Method[Any]], None]
+
+STEPS = 6
+"""Outer steps of each check: enough for estimators that remember two points to show themselves."""
+
+TOLERANCE = 1e-9
+"""Two ways to compute the same iterates in double precision differ by rounding alone."""
+
+
+def check_method(method: Method[Any]) -> None:
+    """Raise ``AssertionError`` unless a method keeps the contract of all methods.
+
+    Give its rates as numbers or functions of k: the reference knows no "auto".
+
+    Example:
+        >>> import bilevel
+        >>> bilevel.testing.check_method(bilevel.F2SA(lower_lr=0.1, upper_lr=0.05))
+    """
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a bilevel.Method, not {method!r}")
+    for name, check in CHECKS.items():
+        try:
+            check(method)
+        except AssertionError as error:
+            raise AssertionError(f"{type(method).__name__}: {name}: {error}") from error
+
+
+class _Task:
+    """A small problem with noise, in which f and g depend on x and y in every way.
+
+    g is strongly convex in y and bends with x, so that a gradient taken at a wrong point or on a
+    wrong sample shows in the iterates.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def rows(count: int) -> tuple[Tensor, Tensor]:
+            features = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+            return features, torch.randn(count, generator=generator, dtype=torch.float64)
+
+        self.upper_data, self.lower_data = rows(30), rows(40)
+        self.x0 = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64)
+        self.y0 = torch.tensor([0.5, 0.1, -0.4], dtype=torch.float64)
+
+    @staticmethod
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        features, targets = batch
+        weights = 1 + 0.1 * torch.sin(features @ x)
+        return (0.5 * weights * (features @ y - targets) ** 2).mean() + 0.05 * (x**2).sum()
+
+    @staticmethod
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        features, targets = batch
+        weights = 1 + 0.3 * torch.tanh(features @ x)
+        loss: Tensor = (0.5 * weights * (features @ y - targets) ** 2).mean()
+        return loss + 0.5 * (torch.exp(0.2 * x) * y**2).sum()
+
+    def solver(
+        self,
+        method: Method[Any],
+        *,
+        seed: int = 0,
+        view: Callable[[Any], Tensor] = lambda value: value,
+        start: Callable[[Tensor], Any] = lambda tensor: tensor,
+        **sets: Any,
+    ) -> Solver:
+        """A run on minibatches; ``start`` gives x and y another structure, ``view`` undoes it."""
+
+        def seen(objective: Objective) -> Objective:
+            return lambda x, y, batch: objective(view(x), view(y), batch)
+
+        return Solver(
+            Problem(seen(self.upper), seen(self.lower), **sets),
+            start(self.x0),
+            start(self.y0),
+            method=method,
+            upper_data=self.upper_data,
+            lower_data=self.lower_data,
+            batch_size=7,
+            seed=seed,
+        )
+
+
+def _advanced(solver: Solver, steps: int = STEPS, *, measure: bool = True) -> Solver:
+    for _ in range(steps):
+        solver.step(measure=measure)
+    return solver
+
+
+def _assert_close(found: Tensor, known: Tensor, what: str) -> None:
+    error = float((found - known).abs().max())
+    assert error <= TOLERANCE * (1 + float(known.abs().max())), f"{what} (off by {error:.2e})"
+
+
+def _declares_itself(method: Method[Any]) -> None:
+    properties = getattr(type(method), "properties", None)
+    assert properties is not None, "the class declares no `properties`"
+    assert properties.order in (1, 2), f"properties.order is {properties.order!r}"
+    assert properties.copies >= 1, f"properties.copies is {properties.copies!r}"
+    for name in ("gradients", "assumes", "reference"):
+        assert getattr(properties, name), f"properties.{name} is empty"
+
+
+def _equals_its_reference(method: Method[Any]) -> None:
+    task = _Task()
+    written = type(method).reference is not Method.reference
+    assert written, (
+        "there is no independent recursion to hold step() to; write reference(f, g, x, y, draw), "
+        "line by line from the paper"
+    )
+    draw = task.solver(method).draw
+    known = islice(method.reference(task.upper, task.lower, task.x0, task.y0, draw), STEPS)
+    solver = task.solver(method)
+    for k, (x, y) in enumerate(known, start=1):
+        solver.step()
+        _assert_close(solver.x, x, f"x_{k} is not that of reference()")
+        _assert_close(solver.y, y, f"y_{k} is not that of reference()")
+    assert solver.k == STEPS, "reference() ended before the run"
+
+
+def _takes_any_structure(method: Method[Any]) -> None:
+    class Holder(nn.Module):
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__()
+            self.head = nn.Parameter(tensor[:1].clone())
+            self.tail = nn.Parameter(tensor[1:].clone())
+
+        def forward(self) -> Tensor:
+            return torch.cat([self.head, self.tail])
+
+    guises: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Any]]] = {
+        "tree": (
+            lambda tree: torch.cat([tree["a"], tree["rest"][0]]),
+            lambda tensor: {"a": tensor[:1].clone(), "rest": (tensor[1:].clone(), None)},
+        ),
+        "module": (lambda module: module(), Holder),
+    }
+    task = _Task()
+    plain = _advanced(task.solver(method))
+    for name, (view, start) in guises.items():
+        other = _advanced(task.solver(method, view=view, start=start))
+        for found, known in ((view(other.x), plain.x), (view(other.y), plain.y)):
+            _assert_close(found.detach(), known, f"a {name} gives other iterates than a tensor")
+
+
+def _stays_in_its_sets(method: Method[Any]) -> None:
+    solver = _Task().solver(method, x_set=Box(-0.15, 0.15), y_set=Ball(0.2))
+    for _ in range(STEPS):
+        solver.step()
+        assert solver.x.abs().max() <= 0.15, "x left its set"
+        assert solver.y.norm() <= 0.2 + 1e-12, "y left its set"
+
+
+def _repeats_itself(method: Method[Any]) -> None:
+    first, again, other = (_advanced(_Task().solver(method, seed=s)) for s in (0, 0, 1))
+    same = torch.equal(first.x, again.x) and torch.equal(first.y, again.y)
+    assert same, "the same seed gives other bits"
+    assert not torch.equal(first.y, other.y), "another seed gives the same samples"
+
+
+def _resumes(method: Method[Any]) -> None:
+    task = _Task()
+    whole, half = _advanced(task.solver(method)), _advanced(task.solver(method), STEPS - 3)
+    state = copy.deepcopy(half.state_dict())
+    half.step()
+    resumed = task.solver(method, seed=4)
+    resumed.load_state_dict(state)
+    _advanced(resumed, 3)
+    same = torch.equal(resumed.x, whole.x) and torch.equal(resumed.y, whole.y)
+    assert same, (
+        "a run that is saved and loaded goes on with other bits; does the State declare all?"
+    )
+
+
+def _measures_without_trace(method: Method[Any]) -> None:
+    measured = _advanced(_Task().solver(method))
+    silent = _advanced(_Task().solver(method), measure=False)
+    same = torch.equal(measured.x, silent.x) and torch.equal(measured.y, silent.y)
+    assert same, "measure=False changes the iterates"
+
+
+def _reports(method: Method[Any]) -> None:
+    info = _Task().solver(method).step()
+    assert info.step == 0, f"info.step is {info.step} after the first step"
+    for name in ("upper", "lower", "direction_norm"):
+        value = getattr(info, name)
+        assert isinstance(value, Tensor), f"info.{name} is {value!r}"
+        assert bool(torch.isfinite(value)), f"info.{name} is {value!r}"
+
+
+def _leaves_no_gradients(method: Method[Any]) -> None:
+    solver = _advanced(_Task().solver(method), 2)
+    for variable in solver.state.variables():
+        for name, leaf in zip(variable.names, variable.leaves, strict=True):
+            assert leaf.grad is None, f"a gradient is left on {name}"
+            assert leaf.requires_grad, f"{name} no longer requires a gradient"
+
+
+class _HalfSquare(torch.autograd.Function):
+    """y^2 / 2 whose backward has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return 0.5 * (y * y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+def _uses_derivatives_of_its_order(method: Method[Any]) -> None:
+    half_square: Any = _HalfSquare.apply
+    problem = Problem(
+        lambda x, y, batch: half_square(y - 1).sum(), lambda x, y, batch: half_square(y - x).sum()
+    )
+    start = torch.zeros(3, dtype=torch.float64)
+    solver = Solver(problem, start, start, method=method)
+    try:
+        _advanced(solver, 2)
+    except ObjectiveError as error:
+        assert type(method).properties.order > 1, f"it differentiates twice: {error}"
+    else:
+        assert type(method).properties.order == 1, (
+            "it says nothing where g has no second derivative"
+        )
+
+
+def _keeps_the_dtype(method: Method[Any]) -> None:
+    task = _Task()
+    task.x0, task.y0 = task.x0.float(), task.y0.float()
+    task.upper_data, task.lower_data = (
+        (features.float(), targets.float())
+        for features, targets in (task.upper_data, task.lower_data)
+    )
+    solver = _advanced(task.solver(method), 2)
+    assert solver.x.dtype == solver.y.dtype == torch.float32, "float32 does not stay float32"
+
+
+def _takes_optimizers(method: Method[Any]) -> None:
+    abilities = type(method).properties.abilities
+    arguments = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+    for level, ability in (
+        ("lower", Ability.LOWER_OPTIMIZER),
+        ("upper", Ability.UPPER_OPTIMIZER),
+    ):
+        name = f"{level}_optimizer"
+        if ability not in abilities:
+            continue
+        assert name in arguments, f"properties say that it can {ability.value}, but it has none"
+        choice: dict[str, Any] = {
+            name: lambda params: torch.optim.SGD(params, lr=0.01),
+            f"{level}_lr": "auto",
+        }
+        if level == "lower" and "penalty_lr" in arguments:
+            choice["penalty_lr"] = None
+        if "acceleration" in arguments:
+            choice["acceleration"] = None
+        optimizing = dataclasses.replace(method, **choice)  # type: ignore[type-var]
+        solver = _advanced(_Task().solver(optimizing), 2)
+        assert isinstance(method, NoBilevel) or solver.x.any(), "x did not move"
+
+
+CHECKS: MappingProxyType[str, Check] = MappingProxyType(
+    {
+        "declares itself": _declares_itself,
+        "equals its reference": _equals_its_reference,
+        "takes tensors, trees and modules": _takes_any_structure,
+        "stays in its sets": _stays_in_its_sets,
+        "repeats itself with the same seed": _repeats_itself,
+        "resumes bit for bit": _resumes,
+        "measures without a trace": _measures_without_trace,
+        "reports": _reports,
+        "leaves no gradients behind": _leaves_no_gradients,
+        "uses derivatives of its order": _uses_derivatives_of_its_order,
+        "keeps the dtype": _keeps_the_dtype,
+        "takes optimizers": _takes_optimizers,
+    }
+)
+"""The properties that :func:`check_method` checks, by name."""
