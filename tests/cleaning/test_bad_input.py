@@ -130,7 +130,9 @@ CASES: dict[str, Case] = {
         CSV, put("trusted", "label", 2, "dog"), "trusted.csv has the label 'dog', which train.csv"
     ),
     "label without a trusted row": Case(
-        CSV, put("train", "label", 2, "dog"), "train.csv has the label 'dog', which trusted.csv has"
+        CSV,
+        put("train", "label", 2, "dog"),
+        "has the label 'dog', which trusted.csv does",
     ),
     "HTML as a label": Case(CSV, put("train", "label", 2, HTML), f"has the label '{HTML}'"),
     "markup as a label": Case(CSV, put("train", "label", 2, "[/red]"), "the label '[/red]'"),

@@ -18,8 +18,11 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from bilevel.cleaning import load_model
-from bilevel.cleaning.encoding import Category, Number, TableEncoder, Text, fit
-from bilevel.cleaning.findings import clean, clean_files
+from bilevel.cleaning.columns import CategoryColumn, NumberColumn, TextColumn
+from bilevel.cleaning.encoding import TableEncoder, fit
+from bilevel.cleaning.files import clean_files
+from bilevel.cleaning.files import write as write_results
+from bilevel.cleaning.findings import clean
 from bilevel.cleaning.reading import from_frame, read
 from bilevel.cleaning.samples import open_image
 from bilevel.cleaning.saved import CleanedModel
@@ -100,7 +103,7 @@ def test_the_saved_model_predicts_as_the_fitted_one(
     paths = write(animals, tmp_path)
     label = options[1] if options else None
     found = clean_files(paths["train"], paths["trusted"], label=label)
-    found.write(tmp_path / "out")
+    write_results(found, tmp_path / "out")
     model = load_model(tmp_path / "out")
 
     fresh = read(paths["fresh"], label=label)
@@ -151,16 +154,20 @@ def test_columns_are_taken_for_what_they_look_like(animals: Animals) -> None:
     samples = from_frame(animals.frame[:240], "animals", label="label")
     encoder = fit(samples)
     assert isinstance(encoder, TableEncoder)
-    kinds = {part.name: type(part) for part in encoder.parts}
-    assert kinds == {"size": Number, "weight": Number, "home": Category, "about": Text}
+    assert {column.name: type(column) for column in encoder.columns} == {
+        "size": NumberColumn,
+        "weight": NumberColumn,
+        "home": CategoryColumn,
+        "about": TextColumn,
+    }
     X = encoder.encode(samples)
     np.testing.assert_allclose(X[:, [0]].toarray().ravel().std(), 1.0)
     homes = X[:, 2:6].toarray()
     assert (homes.sum(1) == 1).all()
-    assert encoder.parts[2].values == ["elsewhere", "hill", "hive", "house"]
+    assert encoder.columns[2].values == ["elsewhere", "hill", "hive", "house"]
 
     # text by its definition: (1 + log count) idf, of unit length
-    text = encoder.parts[3]
+    text = encoder.columns[3]
     words = animals.frame["about"][0].split()
     counts = {w: words.count(w) for w in set(words) if len(w) > 1 and w in text.vocabulary}
     row = np.zeros(len(text.vocabulary))
@@ -193,7 +200,7 @@ def test_the_user_has_the_last_word_on_columns(animals: Animals, tmp_path: Path)
 
 
 def test_an_unknown_category_is_none_of_the_known_ones() -> None:
-    column = Category.fitted("home", np.array(["hill", "hive"], dtype=object))
+    column = CategoryColumn.fitted("home", np.array(["hill", "hive"], dtype=object))
     new = np.array(["hive", "moon"], dtype=object)
     assert column.encode(new, "").toarray().tolist() == [[0, 1], [0, 0]]
 

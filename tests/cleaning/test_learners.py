@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy import sparse
 
-from bilevel.cleaning.learners import Module, SoftmaxRegression, summed_loss
+from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.rows import Scaler, SparseFeatures, product
+from bilevel.cleaning.softmax import SoftmaxRegression, summed_loss
 from bilevel.errors import ArgumentError
 
 
@@ -186,7 +187,7 @@ def test_the_rate_of_a_module_suits_it() -> None:
     for module in (torch.nn.Linear(5, 3), Steep(5, 3)):
         torch.nn.init.zeros_(module.weight)
         torch.nn.init.zeros_(module.bias)
-        learner = Module(module, classes=3, batch_size=40, seed=0)
+        learner = ModuleLearner(module, classes=3, batch_size=40, seed=0)
         learner.fit(rows, labels, torch.ones(400), learner.ridge, None)
         chosen.append(learner.settings()["learning_rate"])
     assert chosen[0] == 1e-2
@@ -201,7 +202,7 @@ def test_a_module_forgets_weight_zero() -> None:
     other[:50], weights[:50] = 0, 0.0
     module = torch.nn.Linear(5, 3)
     fits = [
-        Module(module, classes=3, batch_size=40, seed=0).fit(rows, some, weights, 1e-5, None)
+        ModuleLearner(module, classes=3, batch_size=40, seed=0).fit(rows, some, weights, 1e-5, None)
         for some in (labels, other)
     ]
     assert torch.equal(fits[0].weight, fits[1].weight)
@@ -209,6 +210,6 @@ def test_a_module_forgets_weight_zero() -> None:
 
 
 def test_a_module_with_the_wrong_width_is_named() -> None:
-    learner = Module(torch.nn.Linear(5, 2), classes=3, batch_size=10, seed=0)
+    learner = ModuleLearner(torch.nn.Linear(5, 2), classes=3, batch_size=10, seed=0)
     with pytest.raises(ArgumentError, match=r"3 classes.*\(4, 3\), not \(4, 2\)"):
         learner.logits(learner.start(), torch.zeros(4, 5))

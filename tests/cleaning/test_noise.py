@@ -11,7 +11,7 @@ from bilevel.cleaning import noise
 def test_sharpness_is_where_the_loss_is_lowest() -> None:
     logits = torch.randn(400, 3, dtype=torch.float64)
     labels = torch.multinomial((2.5 * logits).softmax(1), 1).squeeze(1)
-    found = noise.sharpness(logits, labels)
+    found = noise.fit_sharpness(logits, labels)
     b = torch.tensor(found, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(cross_entropy(b * logits, labels), b)
     assert abs(float(slope)) < 1e-3

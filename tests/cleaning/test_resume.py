@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import bilevel
-from bilevel.cleaning.progress import Progress
+from bilevel.cleaning import checkpoint, weights
+from bilevel.cleaning.checkpoint import SearchCheckpoint
 from bilevel.cli.app import app
 from bilevel.errors import CheckpointError, InterruptedRunError
 from tests.cleaning.files import Animals
@@ -34,15 +35,15 @@ class Stopped(Exception):  # noqa: N818
 
 
 def stop_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, seen = Progress.save, []
+    honest, seen = SearchCheckpoint.save, []
 
-    def save(self: Progress, *arguments: Any) -> None:
+    def save(self: SearchCheckpoint, *arguments: Any) -> None:
         honest(self, *arguments)
         seen.append(1)
         if len(seen) == saves:
             raise Stopped
 
-    monkeypatch.setattr(Progress, "save", save)
+    monkeypatch.setattr(SearchCheckpoint, "save", save)
 
 
 def test_what_is_interrupted_is_not_taken_for_a_result(
@@ -60,7 +61,7 @@ def test_what_is_interrupted_is_not_taken_for_a_result(
         return honest(*arguments, callback=interrupt, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bilevel, "minimize", interrupted)
+        patch.setattr(weights, "minimize", interrupted)
         with pytest.raises(InterruptedRunError, match="interrupted after 2 steps"):
             fit(tmp_path)
     assert np.array_equal(fit(tmp_path).sample_weight_, fit(None).sample_weight_)
@@ -74,7 +75,7 @@ def test_goes_on_to_the_same(
 ) -> None:
     whole = fit(None, patience=patience)
     usual = bilevel.Checkpoint
-    monkeypatch.setattr(bilevel, "Checkpoint", lambda folder, **_: usual(folder, 1, every))
+    monkeypatch.setattr(checkpoint, "Checkpoint", lambda folder, **_: usual(folder, 1, every))
     with monkeypatch.context() as patch:
         stop_after(saves, patch)
         with pytest.raises(Stopped):

@@ -125,7 +125,7 @@ def test_bad_input_is_named_and_leaves_nothing(texts: dict[str, Path], tmp_path:
     out = tmp_path / "mixed"
     for path, message in (
         (tmp_path / "none.txt", "none.txt cannot be read"),
-        (short, "the source 'clean' has 5 characters; it takes 64 or more"),
+        (short, "the source 'clean' has 5 characters; it needs 64 or more"),
         (latin, "latin.txt is not text in UTF-8"),
         (empty, "empty is a folder without a file that ends in .txt"),
     ):
@@ -173,7 +173,7 @@ def test_shakespeare_as_it_is_gains_weight_over_what_was_spoiled(tmp_path: Path)
     ("change", "message"),
     [
         ({"format": "another"}, "does not describe a model of characters"),
-        ({"version": 2}, "of version 2, and only version 1 is known"),
+        ({"version": 2}, "of version 2, but this release reads only version 1"),
         ({"characters": "abc"}, "does not fit the model"),
         ({"size": {"layers": 1}}, "does not fit the model"),
         ({"size": {"depth": 1}}, "lacks what a model needs"),

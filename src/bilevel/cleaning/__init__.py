@@ -1,4 +1,4 @@
-"""Label cleaning: which labels of a data set are wrong, and a model that did not learn them."""
+"""Label cleaning: which labels of a data set are wrong, and a model trained without them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ __all__ = ["LabelCleaner", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """What reads and writes files needs more packages, and is imported when it is asked for."""
+    """Import ``load_model`` on first use, because it needs more packages than LabelCleaner."""
     if name == "load_model":
         with needed("clean", "pandas", "safetensors", "PIL"):
             from bilevel.cleaning.saved import load_model

@@ -8,24 +8,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.sparse import vstack
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from bilevel.cleaning.learners import Learner, Module, SoftmaxRegression
-from bilevel.cleaning.recipe import Task, clean
-from bilevel.cleaning.rows import Scaler, linear
-from bilevel.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from bilevel.cleaning.learners import Learner
+from bilevel.cleaning.module import ModuleLearner
+from bilevel.cleaning.recipe import CleaningResult, clean
+from bilevel.cleaning.roles import Roles, assign_roles
+from bilevel.cleaning.rows import FeatureRows, Scaler, linear
+from bilevel.cleaning.softmax import SoftmaxRegression
+from bilevel.cleaning.task import CleaningTask, SearchSettings
+from bilevel.cleaning.wording import listed
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count, check_flag, checked_number, checked_path
+from bilevel.errors.extras import needed
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Array = npt.NDArray[Any]
-
-_FEWEST_HELD = 10  # trusted samples with which an early stop is better than a fixed one
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -36,47 +41,48 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         g(x, y) = 1/n sum_i x_i CE_i(y) + ridge ||y||^2,    f(x, y) = 1/m sum_j CE_j(y),
 
-    x_i in [0, 1]. What the model then takes each sample for, and how often each class was given
-    each label, make the probability that a label is right: its ``label_quality``. Labels that are
-    more probably wrong than right are issues, and the model that predicts is trained without them.
-    Step sizes and ridge come from the data; ``settings_`` has what was chosen.
+    x_i in [0, 1]. The model's prediction for a sample, and the estimated frequency with which each
+    class was given each label, determine the probability that its label is right: its
+    ``label_quality``. Labels that are more probably wrong than right are issues, and the final
+    model is trained without them. Step sizes and ridge are chosen from the data and reported in
+    ``settings_``.
 
-    Which samples are trusted is said to :meth:`fit`: samples of their own (``X_clean``,
-    ``y_clean``), or rows of X (``trusted``). If nothing is said, a random part of the rows of each
-    class, ``clean_fraction``, is taken as if it were right. That finds labels which disagree with
-    the majority of their like, no more: where one class is mostly given the label of another, that
-    looks right. ``label_quality`` is then p / (p + the largest of other classes' p), with p the
-    probability of the given label. Trusted samples are worth having.
+    The trusted samples are given to :meth:`fit`, either as separate samples (``X_clean``,
+    ``y_clean``) or as rows of X (``trusted``). Without them, a random part of the rows of each
+    class, ``clean_fraction``, is assumed to be right. That only finds labels that disagree with
+    the majority of similar samples: where most samples of one class have the label of another, that
+    label looks right. ``label_quality`` is then p / (p + the largest probability of another class),
+    with p the probability of the given label. Trusted samples are worth having.
 
     Args:
         model: any ``nn.Module`` that maps rows of features to one number per class, in the order
-            of ``classes_``; it is copied and never changed. It is given rows of X in their shape,
-            sparse ones made dense a minibatch at a time. None: softmax regression.
-        clean_fraction: the part of the rows that is taken as right where no others are named.
-        early_stopping: stop where the loss on held-back trusted samples is lowest. Without it, or
-            with fewer than 10 samples to hold back, the weights are given 10 steps.
+            of ``classes_``; it is copied and never changed. It receives rows of X in their shape;
+            sparse rows are made dense one minibatch at a time. None: softmax regression.
+        clean_fraction: the part of the rows that is assumed to be right if none are trusted.
+        early_stopping: whether to stop where the loss on held-back trusted samples is lowest.
+            Without it, or with fewer than 10 samples to hold back, the weights take 10 steps.
         validation_fraction: the part of the trusted samples that is held back.
-        max_steps: how many steps the weights are given at most.
-        patience: after how many steps without a better held-back loss to stop.
-        batch_size: of the minibatches.
+        max_steps: the most steps of the weights.
+        patience: the number of steps without a lower held-back loss after which to stop.
+        batch_size: the number of samples in a minibatch.
         standardize: whether features are centred, divided by their standard deviation and clipped
-            at 4 of it. Sparse ones stay sparse: they are divided by their root mean square where
-            they are not zero, unless all rows have the same length, as those of TF-IDF do.
-        checkpoint: a folder in which the search for weights is saved, so that fitting the same
-            samples again goes on from there and finds the same (needs a ``random_state``). None:
-            nothing is saved.
-        random_state: a whole number, None or a NumPy ``RandomState``, as scikit-learn takes it.
+            at 4 standard deviations. Sparse features stay sparse: they are divided by the root mean
+            square of their nonzero entries, unless all rows have the same norm, as with TF-IDF.
+        checkpoint: a folder in which the search for weights is saved; fitting the same samples
+            again resumes it and gives the same result (needs a ``random_state``). None: nothing is
+            saved.
+        random_state: a whole number, None or a NumPy ``RandomState``, as in scikit-learn.
 
     Attributes:
         classes_: the labels, sorted.
-        sample_weight_: the weight learned for each row of X, in [0, 1]; trusted rows have 1.
-        label_quality_: the probability that each label of X is right; trusted rows have 1.
+        sample_weight_: the learned weight of each row of X, in [0, 1]; 1 for trusted rows.
+        label_quality_: the probability that each label of X is right; 1 for trusted rows.
         noise_matrix_: entry (k, j) is the probability that a sample of class k has the label j.
         history_: arrays with one entry per step: "upper" (the loss on trusted samples), "lower",
-            "held_back" (the loss on those held back), "seconds" and others.
-        settings_: the choices made.
+            "held_back" (the loss on held-back samples), "seconds" and others.
+        settings_: the settings that were chosen.
         trusted_: which rows of X were trusted.
-        n_features_in_, feature_names_in_: as scikit-learn has them.
+        n_features_in_, feature_names_in_: as in scikit-learn.
 
     Example:
         >>> import numpy as np, bilevel
@@ -126,11 +132,11 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         y_clean: Any = None,
         trusted: Any = None,
     ) -> LabelCleaner:
-        """Judge the labels y of the rows of X, and learn.
+        """Judge the labels y of the rows of X, and train the model.
 
         Args:
             X: features, as NumPy, pandas, SciPy sparse or torch.
-            y: labels of any kind.
+            y: labels of any type.
             X_clean, y_clean: samples whose labels are right, with the same features.
             trusted: which rows of X have a right label: a mask, or their numbers.
         """
@@ -138,88 +144,70 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         folder = None if self.checkpoint is None else checked_path("checkpoint", self.checkpoint)
         index = getattr(X, "index", None)
         X, y = self._validated(X, y, reset=True)
-        named = (X_clean is not None) + (trusted is not None)
-        if named == 2 or (X_clean is None) != (y_clean is None):
+        if (X_clean is None) != (y_clean is None) or not (X_clean is None or trusted is None):
             raise ArgumentError(
                 "give either X_clean and y_clean together, or trusted, or neither of them"
             )
         rng = check_random_state(self.random_state)
-        rows = np.arange(len(y))
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ArgumentError(
-                f"y has one class only, {self.classes_[0]!r}; there is nothing to be mistaken for"
+                f"y has one class only, {self.classes_[0]!r}; there is no other class that a label "
+                f"could be mistaken for"
             )
-        self.trusted_ = np.zeros(len(y), dtype=bool)
         if X_clean is not None:
-            features, more = self._validated(X_clean, y_clean, reset=False)
-            codes = np.concatenate([codes, self._codes("y_clean", more)])
+            features, labels = self._validated(X_clean, y_clean, reset=False)
+            codes = np.concatenate([codes, self._codes("y_clean", labels)])
             X = _stacked(X, features)
-            clean_rows = np.arange(len(y), len(codes))
-        elif trusted is not None:
-            self.trusted_ = _mask("trusted", trusted, len(y))
-            clean_rows = rows[self.trusted_]
-        else:
-            clean_rows = _part_of_each(codes, self.clean_fraction, rng, least=1)
-            self.trusted_[clean_rows] = True
-        train = rows[~self.trusted_]
-        judged = rows if not named else train
-        self._check_samples(codes, train, clean_rows, named > 0)
-
-        held = np.zeros(0, dtype=np.int64)
-        if self.early_stopping:
-            part = _part_of_each(codes[clean_rows], self.validation_fraction, rng, least=0)
-            held = clean_rows[part] if len(part) >= _FEWEST_HELD else held
-        teaching = np.setdiff1d(clean_rows, held)
+        held_fraction = self.validation_fraction if self.early_stopping else None
+        roles = assign_roles(
+            self.classes_, codes, len(y), trusted, self.clean_fraction, held_fraction, rng
+        )
         seed = int(rng.randint(2**31 - 1))
         self._scaler = Scaler(X, self.standardize, dense=self.model is not None)
-        samples = self._scaler.rows(X)
-        self._learner = self._make_learner(samples, seed)
-        cleaned = clean(
-            self._learner,
-            Task(
-                rows=samples,
-                labels=torch.from_numpy(codes),
-                train=torch.from_numpy(train),
-                trusted=torch.from_numpy(teaching),
-                held=torch.from_numpy(held),
-                judged=torch.from_numpy(judged),
-                verified=named > 0,
-            ),
-            max_steps=self.max_steps,
-            patience=self.patience,
-            batch_size=self.batch_size,
-            seed=seed,
-            checkpoint=folder,
+        rows = self._scaler.rows(X)
+        self._learner = self._make_learner(rows, seed)
+        task = CleaningTask(
+            rows=rows,
+            labels=torch.from_numpy(codes),
+            train=torch.from_numpy(roles.train),
+            trusted=torch.from_numpy(roles.trusted),
+            held=torch.from_numpy(roles.held),
+            judged=torch.from_numpy(roles.judged),
+            verified=roles.verified,
         )
-        self._model = self._learner.finished(cleaned.model)
-        self._sharpness = cleaned.sharpness
-        self.sample_weight_ = np.ones(len(y))
-        self.sample_weight_[train] = cleaned.weights.numpy()
-        self.label_quality_ = np.ones(len(y))
-        self.label_quality_[judged] = cleaned.quality.numpy()
-        self._given = codes[: len(y)]
-        self._predicted = self._given.copy()
-        self._predicted[judged] = cleaned.probabilities.argmax(1).numpy()
+        settings = SearchSettings(self.max_steps, self.patience, self.batch_size, seed, folder)
+        self._keep(clean(self._learner, task, settings), roles, codes[: len(y)])
         self._index = index if _is_pandas_index(index) else None
-        self.noise_matrix_ = cleaned.transitions.numpy()
-        self.history_ = cleaned.history
-        self.settings_ = {**cleaned.settings, "standardized": self._scaler.scales}
         return self
 
-    def label_issues(self) -> pd.DataFrame:
-        """What was found for each row of X, in its order and with its index.
+    def _keep(self, result: CleaningResult, roles: Roles, given: Array) -> None:
+        """Set the attributes of a fitted estimator."""
+        self._model = self._learner.finished(result.model)
+        self._sharpness = result.sharpness
+        self._given = given
+        self._predicted = given.copy()
+        self._predicted[roles.judged] = result.probabilities.argmax(1).numpy()
+        self.trusted_ = roles.mask
+        self.sample_weight_ = np.ones(len(given))
+        self.sample_weight_[roles.train] = result.weights.numpy()
+        self.label_quality_ = np.ones(len(given))
+        self.label_quality_[roles.judged] = result.quality.numpy()
+        self.noise_matrix_ = result.transitions.numpy()
+        self.history_ = result.history
+        self.settings_ = {**result.settings, "standardized": self._scaler.scales}
 
-        The columns: ``is_label_issue``, whether the label is more probably wrong than right;
-        ``label_quality``, the probability that it is right; ``given_label``; ``predicted_label``,
-        by a model that was not trained on that row (for a trusted row its own label);
-        ``sample_weight``.
+    def label_issues(self) -> pd.DataFrame:
+        """The verdict on each row of X, in the order of X and with its index.
+
+        The columns are ``is_label_issue``, whether the label is more probably wrong than right;
+        ``label_quality``, the probability that the label is right; ``given_label``;
+        ``predicted_label``, by a model that was not trained on that row (for a trusted row, its own
+        label); and ``sample_weight``.
         """
         check_is_fitted(self)
-        try:
+        with needed("clean", "pandas"):
             import pandas as pd
-        except ImportError:
-            raise MissingExtraError("pandas", "clean") from None
         return pd.DataFrame(
             {
                 "is_label_issue": self.label_quality_ < 0.5,
@@ -248,15 +236,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X = self._validated(X, None, reset=False)[0]
         if self.model is not None:
             return self._learner.predict(self._model, self._scaler.rows(X)).double()
-        # in double precision a row's prediction does not depend on those beside it
+        # In double precision the prediction for a row does not depend on the rows beside it.
         weight, bias = self._model["weight"].double(), self._model["bias"].double()
         return linear(self._scaler.rows(X, np.float64), weight, bias)
 
-    def _make_learner(self, samples: Any, seed: int) -> Learner:
+    def _make_learner(self, rows: FeatureRows, seed: int) -> Learner:
         classes = len(self.classes_)
         if self.model is None:
-            return SoftmaxRegression(samples, classes)
-        return Module(self.model, classes, self.batch_size, seed)
+            return SoftmaxRegression(rows, classes)
+        return ModuleLearner(self.model, classes, self.batch_size, seed)
 
     def _check_arguments(self) -> None:
         if self.model is not None and not isinstance(self.model, nn.Module):
@@ -270,7 +258,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             check_flag(name, getattr(self, name))
 
     def _validated(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
-        """X as an array or CSR matrix of finite numbers, y as an array of labels."""
+        """Check both: X becomes an array or CSR matrix of finite numbers, y an array of labels."""
         X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
         y = y.detach().cpu().numpy() if isinstance(y, Tensor) else y
         _refuse_text(X)
@@ -287,38 +275,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return X, column_or_1d(y)
 
     def _codes(self, name: str, labels: Array) -> npt.NDArray[np.int64]:
-        """The numbers of the labels among the classes of y."""
+        """The position of each label among the classes of y."""
         known = {label: code for code, label in enumerate(self.classes_.tolist())}
         unknown = sorted({label for label in labels.tolist() if label not in known}, key=str)
         if unknown:
             raise ArgumentError(
-                f"{name} has {_listed(unknown)}, which y does not; the labels of y are "
-                f"{_listed(self.classes_.tolist())}"
+                f"{name} has {listed(unknown)}, which y does not; the labels of y are "
+                f"{listed(self.classes_.tolist())}"
             )
         return np.array([known[label] for label in labels.tolist()], dtype=np.int64)
-
-    def _check_samples(self, codes: Array, train: Array, clean_rows: Array, named: bool) -> None:
-        """Refuse trusted samples that do not show every class, and classes only they show."""
-        classes = len(self.classes_)
-        if not len(train):
-            raise ArgumentError("every row of X is trusted; there is no label to judge")
-        if not len(clean_rows):
-            raise ArgumentError("there is no trusted row; name at least one for each class")
-        if named and len(clean_rows) < classes:
-            raise ArgumentError(
-                f"{len(clean_rows)} trusted rows are fewer than the {classes} classes; give at "
-                f"least one of each class, better ten"
-            )
-        for rows, here, there in (
-            (clean_rows, "trusted rows", "others"),
-            (train, "rows to be judged", "trusted rows"),
-        ):
-            absent = np.setdiff1d(np.arange(classes), codes[rows])
-            if len(absent) and named:
-                raise ArgumentError(
-                    f"the {here} have no sample labelled {_listed(self.classes_[absent].tolist())},"
-                    f" which the {there} have; both need every class"
-                )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -326,53 +291,16 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _part_of_each(codes: Array, fraction: float, rng: Any, least: int) -> npt.NDArray[np.int64]:
-    """The numbers of a random part of the rows of each class; never all of a class."""
-    chosen = []
-    for code in np.unique(codes):
-        own = rng.permutation(np.flatnonzero(codes == code))
-        count = min(max(round(fraction * len(own)), least), max(len(own) - 1, 0))
-        chosen.append(own[:count])
-    return np.sort(np.concatenate(chosen)).astype(np.int64)
-
-
-def _mask(name: str, wanted: Any, length: int) -> npt.NDArray[np.bool_]:
-    """Which rows a mask or a list of numbers means."""
-    wanted = np.asarray(wanted)
-    mask: npt.NDArray[np.bool_] = np.zeros(length, dtype=bool)
-    if wanted.dtype == bool:
-        if wanted.shape != (length,):
-            raise ArgumentError(
-                f"{name} is a mask of shape {wanted.shape}, but X has {length} rows"
-            )
-        mask[:] = wanted
-        return mask
-    if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
-        raise ArgumentTypeError(
-            f"{name} must be a mask or the numbers of rows, not an array of {wanted.dtype} of "
-            f"shape {wanted.shape}"
-        )
-    if wanted.size and not 0 <= wanted.min() <= wanted.max() < length:
-        raise ArgumentError(
-            f"{name} names rows from {wanted.min()} to {wanted.max()}, but those of X are "
-            f"numbered from 0 to {length - 1}"
-        )
-    mask[wanted.astype(np.int64)] = True
-    return mask
-
-
 def _stacked(X: Any, more: Any) -> Any:
     if isinstance(X, np.ndarray) and isinstance(more, np.ndarray):
         return np.concatenate([X, more])
     if isinstance(X, np.ndarray) or isinstance(more, np.ndarray):
         raise ArgumentTypeError("X and X_clean must be both sparse or both dense")
-    from scipy.sparse import vstack
-
     return vstack([X, more], format="csr")
 
 
 def _refuse_text(X: Any) -> None:
-    """Name the columns of text in a DataFrame, or say that an array holds text."""
+    """Refuse text, and name the columns of a DataFrame that hold it."""
     if hasattr(X, "select_dtypes"):
         kinds = X.select_dtypes(exclude=["number", "bool"])
         text = [
@@ -382,7 +310,7 @@ def _refuse_text(X: Any) -> None:
         ]
         if text:
             raise ArgumentError(
-                f"X has text where numbers are expected, in the columns {_listed(text)}; leave "
+                f"X has text where numbers are expected, in the columns {listed(text)}; leave "
                 f"them out or encode them, text by a TfidfVectorizer, categories by a OneHotEncoder"
             )
     elif getattr(getattr(X, "dtype", None), "kind", "") in "US" and hasattr(X, "dtype"):
@@ -392,10 +320,5 @@ def _refuse_text(X: Any) -> None:
         )
 
 
-def _listed(values: list[Any], most: int = 10) -> str:
-    shown = ", ".join(repr(value) for value in values[:most])
-    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
-
-
 def _is_pandas_index(index: Any) -> bool:
-    return index is not None and hasattr(index, "get_indexer")  # a list has a method index
+    return index is not None and hasattr(index, "get_indexer")  # a list has a method called index

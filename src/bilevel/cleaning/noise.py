@@ -1,18 +1,18 @@
-"""How probable it is that a label is right, from a model and the labels that were given.
+"""The probability that a label is right, from a model and the labels that were given.
 
 With p_i(k) the model's probability that sample i is of class k, and T(k, j) the probability that a
 sample of class k was given the label j,
 
     P(label j of sample i is right) = p_i(j) T(j, j) / sum_k p_i(k) T(k, j)
 
-p has to be calibrated: it is softmax(b * logits) with the b that suits held-back trusted samples
-best. T maximises the likelihood of the given labels, sum_i log sum_k p_i(k) T(k, j_i), which is
+p has to be calibrated: it is softmax(b * logits) with the b that fits the held-back trusted samples
+best. T maximises the log-likelihood of the given labels, sum_i log sum_k p_i(k) T(k, j_i), which is
 concave; it is found by expectation maximisation.
 
-Calibrated on samples whose labels are as noisy as all others, p_i(j) is the probability that j was
-given, and T = 1 explains everything: every label seems right. Then only this can be said: the
-class is the one most often given to the like of sample i, and p_i(j) / (p_i(j) + max_k p_i(k)),
-k not j, is below 1/2 where that is not j.
+If the calibration samples have labels as noisy as all others, p_i(j) is the probability that j was
+given, the identity is the best T, and every label seems right. All that can be said then is which
+label samples like i are given most often: p_i(j) / (p_i(j) + max_k p_i(k)), k not j, is below 1/2
+if that label is not j.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 _ITERATIONS = 200
-_CLOSE = 1e-4  # a change of T that is none
-_SHARPNESS = (0.05, 20.0)
-_PRIOR = 1.0  # samples of each class that are taken to have been seen with their right label
+_TOLERANCE = 1e-4  # T has converged when no entry changes by more than this
+_SHARPNESS_RANGE = (0.05, 20.0)
+_PRIOR = 1.0  # pseudo-counts: samples of each class assumed to have been seen with the right label
 
 
-def sharpness(logits: Tensor, labels: Tensor) -> float:
-    """The b with which softmax(b * logits) suits the labels best.
+def fit_sharpness(logits: Tensor, labels: Tensor) -> float:
+    """The inverse temperature b for which softmax(b * logits) fits the labels best.
 
-    The loss is convex in b, so that a golden section of log b finds it.
+    The loss is convex in b, so golden-section search over log b finds the minimum.
     """
-    low, high = (torch.tensor(bound).log().item() for bound in _SHARPNESS)
+    low, high = (torch.tensor(bound).log().item() for bound in _SHARPNESS_RANGE)
 
     def loss(log_b: float) -> float:
         return float(cross_entropy(torch.tensor(log_b).exp() * logits, labels))
@@ -48,16 +48,16 @@ def sharpness(logits: Tensor, labels: Tensor) -> float:
 
 
 def transitions(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """T(k, j), for the model's probabilities (n, k) and the given labels (n,)."""
+    """T(k, j), from the model's probabilities (n, k) and the given labels (n,)."""
     classes = probabilities.shape[1]
     prior = _PRIOR * torch.eye(classes, dtype=probabilities.dtype)
     given = one_hot(labels, classes).to(probabilities.dtype)
-    # each class starts as what the model takes for it, and more of it right than wrong
+    # Start from the model's view of the classes, with more labels right than wrong.
     T = _normalised(probabilities.T @ given + len(labels) * prior / classes)
     for _ in range(_ITERATIONS):
         before = T
         T = _normalised(true_class(probabilities, labels, T).T @ given + prior)
-        if float((T - before).abs().max()) < _CLOSE:
+        if float((T - before).abs().max()) < _TOLERANCE:
             break
     return T
 
@@ -86,15 +86,15 @@ def agreement(probabilities: Tensor, labels: Tensor) -> Tensor:
 
 
 def judge(probabilities: Tensor, labels: Tensor, verified: bool) -> tuple[Tensor, Tensor]:
-    """How probable it is that each label is right, and T.
+    """The probability that each label is right, and T.
 
     Args:
-        probabilities: of each class, calibrated.
-        labels: as given.
-        verified: whether they were calibrated on labels that are right.
+        probabilities: the calibrated probability of each class, for each sample.
+        labels: the labels that were given.
+        verified: whether the labels used for calibration are known to be right.
     """
     if verified:
         T = transitions(probabilities, labels)
         return quality(probabilities, labels, T), T
-    taken_for = one_hot(probabilities.argmax(1), probabilities.shape[1]).to(probabilities.dtype)
-    return agreement(probabilities, labels), transitions(taken_for, labels)
+    predicted = one_hot(probabilities.argmax(1), probabilities.shape[1]).to(probabilities.dtype)
+    return agreement(probabilities, labels), transitions(predicted, labels)

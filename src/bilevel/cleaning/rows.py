@@ -1,4 +1,4 @@
-"""Features as a model takes them: scaled, dense or sparse, a few rows at a time."""
+"""Rows of features for a model: scaled, dense or sparse, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ from torch.autograd.function import once_differentiable
 
 Array: TypeAlias = npt.NDArray[Any]
 
-WIDEST = 4.0
-"""How many standard deviations a feature may be from its mean; what is further counts as there.
+CLIP = 4.0
+"""Scaled features are clipped to [-CLIP, CLIP], in standard deviations.
 
-A feature that is nearly always the same (a pixel at the border) is a huge number in units of its
-standard deviation wherever it is not, and a step size that it allows is too small for all others.
+A nearly constant feature, such as a pixel at the border, is huge in units of its standard deviation
+wherever it differs; the step size would have to be too small for all other features.
 """
 
-
 _CHUNK = 8192
-_MADE_DENSE = 1 << 22  # numbers that are made dense at a time
+_DENSE_ENTRIES = 1 << 22  # the most entries of a sparse matrix that are made dense at a time
 
 Features: TypeAlias = "Tensor | SparseFeatures"
-"""What stands to the left of the weights in a product."""
+"""A matrix of features by which weights are multiplied."""
 
 
-class Rows(Protocol):
-    """Samples that can be looked up by number."""
+class FeatureRows(Protocol):
+    """The features of samples, which are looked up by number."""
 
     def __len__(self) -> int: ...
 
     @property
     def chunk(self) -> int:
-        """How many rows to take at a time where all are wanted."""
+        """The number of rows to take at a time when all are needed."""
 
     def take(self, index: Tensor) -> Features:
-        """These rows, as a model takes them."""
+        """These rows, as a matrix for the model."""
 
     def everything(self) -> Features:
-        """All rows."""
+        """All rows, as a matrix for the model."""
 
-    def part(self, index: Tensor) -> Rows:
-        """These rows as samples of their own."""
+    def part(self, index: Tensor) -> FeatureRows:
+        """These rows, as a smaller set of samples."""
 
 
 class DenseRows:
@@ -70,11 +69,11 @@ class DenseRows:
 
 
 class SparseRows:
-    """Rows of a SciPy matrix in CSR form, which is never made dense.
+    """Rows of a SciPy CSR matrix, which is never made dense as a whole.
 
     Args:
         features: the matrix.
-        dense: whether the rows that are taken are, because the model knows no others.
+        dense: whether the rows that are taken are made dense, for a model that needs it.
     """
 
     def __init__(self, features: Any, dense: bool) -> None:
@@ -86,28 +85,28 @@ class SparseRows:
 
     @property
     def chunk(self) -> int:
-        widest = max(self._features.shape[1], 1)
-        return max(min(_CHUNK, _MADE_DENSE // widest), 1) if self._dense else _CHUNK
+        width = max(self._features.shape[1], 1)
+        return max(min(_CHUNK, _DENSE_ENTRIES // width), 1) if self._dense else _CHUNK
 
     def take(self, index: Tensor) -> Features:
         span = _span(index)
-        return self._taken(self._features[index.numpy() if span is None else span])
+        return self._as_features(self._features[index.numpy() if span is None else span])
 
     def everything(self) -> Features:
-        return self._taken(self._features)
+        return self._as_features(self._features)
 
     def part(self, index: Tensor) -> SparseRows:
         return SparseRows(self._features[index.numpy()], self._dense)
 
-    def _taken(self, some: Any) -> Features:
+    def _as_features(self, some: Any) -> Features:
         return torch.from_numpy(some.toarray()) if self._dense else SparseFeatures(some)
 
 
 class SparseFeatures:
-    """A SciPy matrix in CSR form by which tensors are multiplied.
+    """A SciPy CSR matrix by which tensors are multiplied.
 
-    SciPy's products are some six times faster than those of torch with matrices in COO form, which
-    are the only ones that torch has for every platform.
+    SciPy's products are about six times faster than torch's products with COO matrices, which are
+    the only sparse ones that torch has on every platform.
     """
 
     def __init__(self, matrix: Any) -> None:
@@ -118,7 +117,7 @@ class SparseFeatures:
 
     @property
     def T(self) -> SparseFeatures:
-        """Transposed, without a copy."""
+        """The transposed matrix, without a copy."""
         return SparseFeatures(self._matrix.T)
 
     def __matmul__(self, other: Tensor) -> Tensor:
@@ -126,13 +125,13 @@ class SparseFeatures:
 
 
 def product(features: Features, weight: Tensor) -> Tensor:
-    """The product of both, to be differentiated once, and by the weight alone."""
-    found: Tensor = _Product.apply(features, weight)  # type: ignore[no-untyped-call]
-    return found
+    """The matrix product; differentiable once, and only by the weight."""
+    result: Tensor = _Product.apply(features, weight)  # type: ignore[no-untyped-call]
+    return result
 
 
-def linear(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """A W + b, a few rows at a time."""
+def linear(rows: FeatureRows, weight: Tensor, bias: Tensor) -> Tensor:
+    """A W + b for the rows A, a few rows at a time."""
     places = torch.split(torch.arange(len(rows)), rows.chunk)
     return torch.cat([rows.take(some) @ weight + bias for some in places])
 
@@ -147,24 +146,24 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         if isinstance(ctx.features, Tensor):
-            # a few long columns times a large matrix: this way round the matrix is read in order
+            # The gradient has few columns; in this order the large matrix is read sequentially.
             return None, (gradient.T @ ctx.features).T
         return None, ctx.features.T @ gradient
 
 
 class Scaler:
-    """Features in one unit.
+    """Brings all features to a common scale.
 
-    Dense ones are taken from their mean, in units of their standard deviation. Sparse ones stay
-    sparse: they are taken from zero, in units of their root mean square where they are not zero, so
-    that what is rare stays as rare as it is. Sparse rows that all have the same length were brought
-    to it by someone (TF-IDF does it), have a unit, and stay as they are.
+    Dense features are centred and divided by their standard deviation. Sparse features stay sparse:
+    they are not centred, and are divided by the root mean square of their nonzero entries. If all
+    sparse rows have the same norm, they have been normalised already, as by TF-IDF, and stay as
+    they are.
 
     Args:
-        features: what the units are taken from, of shape (n, ...) or a SciPy matrix.
-        standardize: whether their unit is changed at all.
-        dense: whether sparse rows are to be made dense when they are taken. If not, features that
-            no two rows have are left out: one of them says nothing of any other row.
+        features: the features whose scale is measured, of shape (n, ...) or a SciPy matrix.
+        standardize: whether features are scaled at all.
+        dense: whether sparse rows are made dense when they are taken. If not, features that fewer
+            than two rows have are left out, because they say nothing about other rows.
     """
 
     def __init__(self, features: Any, standardize: bool, dense: bool) -> None:
@@ -176,13 +175,13 @@ class Scaler:
                 mean = features.mean(0, dtype=np.float64)
                 squares = sum(np.square(some - mean).sum(0) for some in _blocks(features))
                 scale = np.sqrt(squares / len(features))
-                # a difference that is only rounding is none
+                # Treat a spread that is only rounding error as none.
                 constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
                 self._units = mean, np.where(constant, 1.0, scale)
             return
         features = _canonical(features)
-        if standardize and not _equally_long(features):
-            scale = _where_not_zero(features)
+        if standardize and not _equal_norms(features):
+            scale = _rms_of_nonzeros(features)
             self._units = np.zeros(features.shape[1]), scale
         if not dense:
             shared = np.flatnonzero(np.bincount(features.indices, minlength=features.shape[1]) > 1)
@@ -191,29 +190,29 @@ class Scaler:
 
     @property
     def scales(self) -> bool:
-        """Whether the unit of the features is changed."""
+        """Whether features are scaled."""
         return self._units is not None
 
-    def rows(self, features: Any, dtype: type[np.floating[Any]] = np.float32) -> Rows:
-        """The features, scaled."""
+    def rows(self, features: Any, dtype: type[np.floating[Any]] = np.float32) -> FeatureRows:
+        """The scaled features."""
         if isinstance(features, np.ndarray):
             if self._units is None:
                 return DenseRows(torch.from_numpy(np.ascontiguousarray(features, dtype=dtype)))
             mean, scale = self._units
             scaled = np.empty(features.shape, dtype)
             for some, out in zip(_blocks(features), _blocks(scaled), strict=True):
-                np.clip((some - mean) / scale, -WIDEST, WIDEST, out=out, casting="same_kind")
+                np.clip((some - mean) / scale, -CLIP, CLIP, out=out, casting="same_kind")
             return DenseRows(torch.from_numpy(scaled))
         features = _canonical(features).astype(dtype)
         if self._units is not None:
             features.data /= self._units[1][features.indices].astype(dtype)
-            np.clip(features.data, -WIDEST, WIDEST, out=features.data)
+            np.clip(features.data, -CLIP, CLIP, out=features.data)
         if self._columns is not None:
             features = features[:, self._columns]
         return SparseRows(features, self._dense)
 
     def state(self) -> dict[str, Array]:
-        """The units and the features that are used, by name; none where nothing is changed."""
+        """The arrays from which the scaler is restored, by name."""
         state = {}
         if self._units is not None:
             state["mean"], state["scale"] = self._units
@@ -223,7 +222,7 @@ class Scaler:
 
     @classmethod
     def restored(cls, state: Mapping[str, Array]) -> Scaler:
-        """The scaler that had this state, for a model that takes sparse rows as they are."""
+        """The scaler with this state, for a model that takes sparse rows."""
         scaler = cls(np.zeros((0, 0)), standardize=False, dense=False)
         if "mean" in state:
             scaler._units = state["mean"], state["scale"]
@@ -232,7 +231,7 @@ class Scaler:
 
 
 def _span(index: Tensor) -> slice | None:
-    """The same rows as a slice, where their numbers follow each other: nothing has to be copied."""
+    """The index as a slice, which copies nothing, if its numbers are consecutive."""
     if len(index) == 0:
         return None
     first, last = int(index[0]), int(index[-1])
@@ -242,27 +241,27 @@ def _span(index: Tensor) -> slice | None:
 
 
 def _blocks(features: Array, length: int = 256) -> list[Array]:
-    """A few rows at a time, so that what is computed from them in passing stays small."""
+    """A few rows at a time, so that temporary arrays stay small."""
     return [features[i : i + length] for i in range(0, len(features), length)]
 
 
 def _canonical(features: Any) -> Any:
-    """In CSR form of its own, with each entry once and none that is zero."""
+    """A copy in CSR form without duplicate entries or stored zeros."""
     features = features.tocsr(copy=True)
     features.sum_duplicates()
     features.eliminate_zeros()
     return features
 
 
-def _equally_long(features: Any) -> bool:
-    """Whether all rows that are not zero have the same length, up to rounding."""
+def _equal_norms(features: Any) -> bool:
+    """Whether all nonzero rows have the same norm, up to rounding."""
     squares = np.asarray(features.multiply(features).sum(1), dtype=np.float64).reshape(-1)
     squares = squares[squares > 0]
     return bool(len(squares)) and bool(np.ptp(squares) <= 1e-3 * squares.max())
 
 
-def _where_not_zero(features: Any) -> Array:
-    """The root mean square of the entries of each column that are not zero; 1 where all are."""
+def _rms_of_nonzeros(features: Any) -> Array:
+    """The root mean square of the nonzero entries of each column; 1 for an empty column."""
     width = features.shape[1]
     squares = np.bincount(features.indices, np.square(features.data, dtype=np.float64), width)
     counts = np.bincount(features.indices, minlength=width)

@@ -1,4 +1,4 @@
-"""Samples as people keep them: a table, arrays, or a folder of images."""
+"""Samples in the form in which people keep them: a table, an array, or a folder of images."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 Labels: TypeAlias = npt.NDArray[np.str_]
 
-_GREY = ("1", "L")  # modes of Pillow's
+_GREY_MODES = ("1", "L")  # of Pillow
 
 
 class Samples(ABC):
-    """Things that have a label each.
+    """Samples, each with a label.
 
     Attributes:
-        name: what they are called in messages and in the report.
-        labels: as text, or None where they were not asked for.
-        ids: by which people know them; None: by their numbers, from 0.
+        name: the name of the set in messages and in the report.
+        labels: the labels as text, or None if they were not read.
+        ids: the names by which people know the samples; None: their numbers, counted from 0.
     """
 
     noun = "row"
@@ -49,7 +49,7 @@ class Samples(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What kind of samples these are, in a few words."""
+        """The kind of the samples, in a few words."""
 
     @property
     def columns(self) -> list[str]:
@@ -57,24 +57,23 @@ class Samples(ABC):
         return []
 
     def values(self, column: str, rows: Array) -> list[str]:
-        """These values of some rows, as text."""
+        """The values of a column in some rows, as text."""
         raise KeyError(column)
 
     def image(self, row: int) -> Image.Image | None:
-        """What the sample looks like, if it looks like anything."""
+        """A picture of the sample, if it is one."""
         return None
 
-    def counted(self, count: int | None = None) -> str:
-        """``4,000 rows``: so many of these, or how many there are."""
-        count = len(self) if count is None else count
-        return f"{count:,} {self.noun}{'' if count == 1 else 's'}"
+    def counted(self) -> str:
+        """The number of samples in words, such as ``4,000 rows``."""
+        return f"{len(self):,} {self.noun}{'' if len(self) == 1 else 's'}"
 
 
 class TableSamples(Samples):
     """Rows of a table.
 
     Args:
-        frame: columns of finite or missing numbers, or of text.
+        frame: a table whose columns hold numbers (NaN where missing) or text.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class TableSamples(Samples):
 
 
 class ArraySamples(Samples):
-    """Rows of an array; those of shape (h, w), (h, w, 1) or (h, w, 3) look like images.
+    """Rows of an array; those of shape (h, w), (h, w, 1) or (h, w, 3) are shown as images.
 
     Args:
-        features: of shape (n, ...).
+        features: the array, of shape (n, ...).
     """
 
     def __init__(
@@ -118,10 +117,10 @@ class ArraySamples(Samples):
         super().__init__(name, labels, ids)
         self.features = features
         shape = features.shape[1:]
-        self._pictures = (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))) and all(
+        self._are_images = (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))) and all(
             4 <= side <= 4096 for side in shape[:2]
         )
-        if self._pictures:
+        if self._are_images:
             self.noun = "image"
             self._low, self._high = float(features.min()), float(features.max())
             if self._low >= 0 and self._high <= 255 and features.dtype.kind in "iu":
@@ -136,7 +135,7 @@ class ArraySamples(Samples):
 
     @property
     def columns(self) -> list[str]:
-        width = 0 if self._pictures else self.features[:1].size
+        width = 0 if self._are_images else self.features[:1].size
         return [f"x{i}" for i in range(width)]
 
     def values(self, column: str, rows: Array) -> list[str]:
@@ -144,7 +143,7 @@ class ArraySamples(Samples):
         return [f"{value:.6g}" for value in self.features[(rows, *place)].tolist()]
 
     def image(self, row: int) -> Image.Image | None:
-        if not self._pictures:
+        if not self._are_images:
             return None
         from PIL import Image
 
@@ -155,10 +154,10 @@ class ArraySamples(Samples):
 
 
 class ImageSamples(Samples):
-    """Files of images.
+    """Image files.
 
     Args:
-        files: where they are; each is opened when it is looked at.
+        files: the paths; a file is opened only when its image is needed.
     """
 
     noun = "image"
@@ -185,7 +184,7 @@ class ImageSamples(Samples):
 
 
 def open_image(path: Path) -> Image.Image:
-    """The image upright, in grey ("L") or in colour ("RGB"), on white where it is transparent."""
+    """The image upright, in mode "L" or "RGB", on a white ground where it is transparent."""
     from PIL import Image, ImageOps
 
     with _opened(path) as file:
@@ -197,13 +196,13 @@ def open_image(path: Path) -> Image.Image:
         image = image.convert("RGBA")
         paper = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(paper, image).convert("RGB")
-    return image.convert("L" if image.mode in _GREY else "RGB")
+    return image.convert("L" if image.mode in _GREY_MODES else "RGB")
 
 
-def glance(path: Path) -> tuple[tuple[int, int], bool]:
-    """The size of an image and whether it is grey, from the beginning of its file."""
+def size_and_greyness(path: Path) -> tuple[tuple[int, int], bool]:
+    """The size of an image and whether it is grey, read from the header of its file."""
     with _opened(path) as image:
-        grey = image.mode.startswith(("I", "F")) or image.mode in _GREY
+        grey = image.mode.startswith(("I", "F")) or image.mode in _GREY_MODES
         return image.size, grey and not image.has_transparency_data
 
 
@@ -213,12 +212,12 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damage that can be read past
+            warnings.simplefilter("ignore")  # of damage that does not keep the image from loading
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 yield image
     except (
-        *(OSError, SyntaxError, ValueError, EOFError, IndexError),  # all that decoders raise
+        *(OSError, SyntaxError, ValueError, EOFError, IndexError),  # what decoders raise
         *(TypeError, KeyError, OverflowError, NotImplementedError, struct.error, zlib.error),
         *(Image.DecompressionBombError, Image.DecompressionBombWarning),
     ) as error:
@@ -226,7 +225,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
 
 def _eight_bits(pixels: Array) -> npt.NDArray[np.uint8]:
-    """Sixteen bits, or floats in [0, 1], as eight bits."""
+    """Pixels of sixteen bits, or floats in [0, 1], as pixels of eight bits."""
     whole = pixels.dtype.kind in "iu"
     scale = 1 / 257 if whole and pixels.max(initial=0) > 255 else 1 if whole else 255
     return np.clip(np.nan_to_num(pixels) * scale, 0, 255).astype(np.uint8)

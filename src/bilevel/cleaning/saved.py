@@ -1,13 +1,13 @@
-"""The model that did not learn the wrong labels, in two files and back.
+"""The model that was trained without the wrong labels, saved in two files.
 
-``model.safetensors`` has the numbers: ``weight`` (features, classes), ``bias``, the ``mean`` and
+``model.safetensors`` has the tensors: ``weight`` (features, classes), ``bias``, the ``mean`` and
 ``scale`` of the features, and the ``idf.0``, ... of columns of text. ``model.json`` has the rest:
-the classes, the columns and their kinds, categories and vocabulary. With z the features,
+the classes, the columns and their kinds, categories and vocabularies. With z the features,
 
     p = softmax(sharpness * (clip((z - mean) / scale) @ weight + bias))
 
-Where there are no ``mean`` and ``scale``, z is taken as it is; where there are ``columns``, only
-the features of these numbers are multiplied by ``weight``.
+Without ``mean`` and ``scale``, z is used as it is; with ``columns``, only the features with these
+numbers are multiplied by ``weight``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from bilevel.cleaning import encoding
-from bilevel.cleaning.encoding import Encoder
+from bilevel.cleaning.encoding import Encoder, restored
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import from_frame, read
-from bilevel.cleaning.rows import WIDEST, Scaler, linear
+from bilevel.cleaning.rows import CLIP, Scaler, linear
 from bilevel.cleaning.samples import Array, ArraySamples, Samples
 from bilevel.data.output import printable, read_description
 from bilevel.errors import ArgumentError, InputError
@@ -42,11 +41,14 @@ TENSORS, DESCRIPTION = "model.safetensors", "model.json"
 
 @dataclass(frozen=True)
 class CleanedModel:
-    """A softmax regression, and how samples become its features.
+    """A softmax regression together with the encoding of samples as its features.
 
     Attributes:
         classes: the labels, in the order of the probabilities.
-        encoder: from samples to features.
+        encoder: turns samples into features.
+        scaler: scales the features.
+        weight, bias: the regression, in double precision.
+        sharpness: the factor that calibrates the logits.
     """
 
     classes: list[str]
@@ -58,9 +60,12 @@ class CleanedModel:
 
     @classmethod
     def of(cls, cleaner: LabelCleaner, encoder: Encoder) -> CleanedModel:
-        """That of a fitted cleaner with the default model."""
+        """The model of a fitted cleaner that has the default model."""
         if cleaner.model is not None:
-            raise ArgumentError("only the default model can be saved; save a module of yours as it")
+            raise ArgumentError(
+                f"model={cleaner.model!r} is a module, and only the default model can be saved "
+                f"here; save the module with PyTorch"
+            )
         parts = cleaner._model
         return cls(
             classes=cleaner.classes_.tolist(),
@@ -75,8 +80,8 @@ class CleanedModel:
         """The most probable class of each sample.
 
         Args:
-            samples: a file or a folder of the kind that the model was trained on (labels are not
-                looked at), a DataFrame, or an array.
+            samples: a file or a folder of the kind that the model was trained on (its labels are
+                ignored), a DataFrame, or an array.
         """
         labels: Array = np.array(self.classes)[self._logits(samples).argmax(1).numpy()]
         return labels
@@ -96,7 +101,7 @@ class CleanedModel:
         if isinstance(given, str | Path):
             return read(Path(given), label=None, labelled=False, text=self.encoder.text)
         if isinstance(given, pd.DataFrame):
-            return from_frame(given, "the frame")
+            return from_frame(given, "the DataFrame")
         if isinstance(given, np.ndarray):
             return ArraySamples("the array", given, None)
         raise ArgumentError(
@@ -111,7 +116,7 @@ class CleanedModel:
             **self.scaler.state(),
             **self.encoder.tensors(),
         }
-        # safetensors writes memory as it lies
+        # safetensors writes the memory of an array and ignores its strides.
         save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / TENSORS)
         description = {
             "format": FORMAT,
@@ -119,7 +124,7 @@ class CleanedModel:
             "bilevel": __version__,
             "classes": self.classes,
             "features": self.encoder.describe(),
-            "scaling": {"standardize": "mean" in tensors, "clip": WIDEST},
+            "scaling": {"standardize": "mean" in tensors, "clip": CLIP},
             "sharpness": self.sharpness,
         }
         text = json.dumps(description, indent=1, ensure_ascii=False)
@@ -127,10 +132,10 @@ class CleanedModel:
 
 
 def load_model(folder: str | Path) -> CleanedModel:
-    """The model that ``bilevel clean`` wrote to a folder.
+    """Load the model that ``bilevel clean`` wrote to a folder.
 
     Raises:
-        InputError: it is not there, or not such a model.
+        InputError: the folder does not hold such a model.
     """
     folder = checked_path("folder", folder)
     try:
@@ -141,7 +146,7 @@ def load_model(folder: str | Path) -> CleanedModel:
     try:
         return CleanedModel(
             classes=description["classes"],
-            encoder=encoding.restored(description["features"], tensors),
+            encoder=restored(description["features"], tensors),
             scaler=Scaler.restored(tensors),
             weight=torch.from_numpy(tensors["weight"]).double(),
             bias=torch.from_numpy(tensors["bias"]).double(),

@@ -121,14 +121,14 @@ def clean(
     report.html (to look at in a browser). What a column is, number, category or text, is seen from
     its values; --text, --category and --ignore say otherwise.
     """
-    findings = _checked(_cleaning)
+    files = _checked(_cleaning)
     _checked(folder.check, folder=out, overwrite=overwrite, inputs=[train, trusted])
     columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
-    choices = findings.ColumnChoices(**columns)
+    choices = files.ColumnChoices(**columns)
     ledger = _ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)
     with _stages() as tell:
         found = _checked(
-            findings.clean_files,
+            files.clean_files,
             train=train,
             trusted=trusted,
             label=label,
@@ -141,7 +141,7 @@ def clean(
         )
         tell("writing")
         _check_folders(json_file)
-        _checked(found.write, folder=out, overwrite=overwrite)
+        _checked(files.write, findings=found, folder=out, overwrite=overwrite)
     written = (
         f"Written to {out}: labels.csv, model.safetensors, model.json; to look at: report.html"
     )
@@ -161,7 +161,7 @@ def demo(
     """Find wrong labels among 4,000 real handwritten digits, with 500 labels to trust."""
     from bilevel.experiments import digits
 
-    _checked(_cleaning)
+    files = _checked(_cleaning)
     _check_folders(json_file)
     _checked(folder.check, folder=out, overwrite=True)
     console.print(
@@ -173,7 +173,7 @@ def demo(
     with _stages() as tell:
         outcome, found = _checked(digits.clean, seed=seed, steps=steps, tell=tell)
         tell("writing")
-        _checked(found.write, folder=out, overwrite=True)
+        _checked(files.write, findings=found, folder=out, overwrite=True)
     right = outcome.samples - outcome.wrong
     suspected = outcome.found + outcome.false_alarms
     console.print(
@@ -549,10 +549,8 @@ def _cleaning() -> Any:
     from bilevel.errors.extras import needed
 
     with needed("clean", "sklearn", "scipy", "pandas", "safetensors", "jinja2", "PIL"):
-        from bilevel.cleaning import findings, report
-
-        del report  # is needed only in the end, when it would be late to say so
-    return findings
+        from bilevel.cleaning import files
+    return files
 
 
 def _mixing() -> Any:

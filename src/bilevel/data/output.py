@@ -1,4 +1,4 @@
-"""A folder of results that is there whole or not at all."""
+"""Folders of results that are written completely or not at all, and paths in messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from bilevel.errors import InputError, OutputError
 
 
 def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
-    """Refuse a folder that results cannot go to; to be asked before the work is done.
+    """Refuse a folder that results cannot be written to; call this before the work is done.
 
     Args:
-        folder: where they are to go.
-        overwrite: whether it may hold something already.
-        inputs: folders that are read, of which it may be no part.
+        folder: where the results are to go.
+        overwrite: whether the folder may already hold files.
+        inputs: paths that are read; the results may not go into any of them.
+
+    Raises:
+        OutputError: the results cannot go there; the message says why.
     """
     name = printable(folder)
     for given in inputs:
@@ -37,19 +40,24 @@ def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"{name} cannot be made: {printable(there)} cannot be written to")
+        raise OutputError(f"{name} cannot be created: {printable(there)} is not writable")
 
 
 def printable(path: Path | str) -> str:
-    """A path as text that can be written anywhere, whatever bytes its name has."""
+    """A path as valid Unicode, with bytes that are not UTF-8 shown as escapes."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def read_description(path: Path, what: str, format: str, version: int) -> dict[str, Any]:
-    """The JSON file in which a folder of results says what it holds.
+    """Read the JSON file that describes the contents of a folder of results.
+
+    Args:
+        path: the file.
+        what: the kind of contents that is expected, in words for the error message.
+        format, version: what the fields of these names in the file must be.
 
     Raises:
-        InputError: it cannot be read, does not describe ``what`` or is of another version.
+        InputError: the file cannot be read, describes something else or has another version.
     """
     name = printable(path)
     try:
@@ -60,21 +68,34 @@ def read_description(path: Path, what: str, format: str, version: int) -> dict[s
         raise InputError(f"{name} does not describe {what}")
     if found.get("version") != version:
         raise InputError(
-            f"{name} is of version {found.get('version')!r}, and only version {version} is known; "
-            f"it was written by bilevel {found.get('bilevel')}"
+            f"{name} is of version {found.get('version')!r}, but this release reads only version "
+            f"{version}; it was written by bilevel {found.get('bilevel')}"
         )
     return found
 
 
 @contextmanager
 def written(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside ``folder``, which becomes it in the end.
+    """Give a temporary folder to write into, which becomes ``folder`` when the block ends.
 
-    If what is done within fails, nothing is left of it. Where ``folder`` holds files already, only
-    those of the same names are replaced.
+    If the block fails, nothing of it is left. Where ``folder`` already holds files, only those of
+    the same names are replaced.
+
+    Raises:
+        OutputError: ``folder`` is refused by :func:`check`, or a file cannot be written.
     """
     check(folder, overwrite)
-    folder = folder.absolute()
+    try:
+        with _moved_into_place(folder.absolute()) as part:
+            yield part
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{printable(folder)} cannot be written: {error}") from error
+
+
+@contextmanager
+def _moved_into_place(folder: Path) -> Iterator[Path]:
     made = _make_parents(folder)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -97,7 +118,7 @@ def written(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Make the folders that ``folder`` is to lie in; those that were made, innermost first."""
+    """Create the missing parents of ``folder``; returns those created, innermost first."""
     made: list[Path] = []
     for parent in folder.parents:
         if parent.exists():

@@ -1,4 +1,4 @@
-"""DataMixer: the weights of data sources as the upper level, a language model as the lower."""
+"""DataMixer: weights of data sources at the upper level, a language model at the lower level."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count, checked_number
 from bilevel.methods import F2SA, Info, Method, method_of
-from bilevel.mixing.mixture import Mixture, named
-from bilevel.mixing.tokens import Loss, Tokens, tokens_of
+from bilevel.mixing.mixture import Mixture, weight_key
+from bilevel.mixing.tokens import LanguageModelLoss, TokenBatch, check_batch
 from bilevel.problem import Problem
 from bilevel.run import Callback, CheckpointLike, Solver, minimize
 from bilevel.run.loggers import Logger
@@ -22,39 +22,41 @@ from bilevel.sampling import Together
 class DataMixer:
     """Learn how much of each source to train a language model on, so that it does well on a target.
 
-    min_x f(y*(x)) over the weights w = softmax(x) of the sources, with the model as y:
+    It solves min_x f(y*(x)) with the weights w = softmax(x) of the sources and the model y:
 
         g(x, y) = sum_k w_k * loss_k(y),    loss_k on a batch of source k,
         f(y)    = the loss on a batch of the target.
 
-    Each step is three forward and backward passes: two copies of the model are trained side by
-    side, one on g and one on g + f / multiplier, and a source gains weight where the second, which
-    has seen the target, does better than the first. Every step draws one batch of each source, so
-    even a source without weight is still looked at. What the model can tell apart from its context
-    does no harm: the weights of such sources say little, and depend on when the run ends.
+    Each step takes three forward and backward passes. Two copies of the model are trained side by
+    side, one on g and one on g + f / multiplier; a source gains weight if the second copy, which
+    has seen the target, does better on it than the first. Every step draws one batch of each
+    source, so a source that has lost its weight can regain it. A source that the model recognizes
+    from the context does no harm; the weights of such sources mean little and depend on when the
+    run ends.
 
     Args:
-        sources: two or more, by name; each an iterable of batches of tokens (a DataLoader, a list,
-            ...), gone through again when it ends, or a function of a ``torch.Generator`` that
-            returns a batch. A batch is a tensor of tokens (sequences, length), or a mapping with
-            ``input_ids`` and perhaps ``attention_mask`` and ``labels``. Batches go to where the
-            model is.
-        target: the same, of the text that the model is wanted for.
-        model: any causal language model; it is copied and never changed. One that takes ``labels``
-            (Hugging Face) gives its own loss; any other maps tokens to logits, or to its loss.
-        model_lr: of AdamW, by which the model is trained; None: 0.003, for a small model from
-            scratch. One that was trained before, or is large, needs a smaller one.
-        weight_lr: the step of x; None: 10 * model_lr. The model has to keep up with the weights:
-            where these swing to and fro, or alike sources drift apart, it is too large.
-        multiplier: lam; None: 10. The larger, the smaller the bias.
-        method: another method, such as an ``F2SA`` with optimizers of your own; takes the place of
-            the three above.
-        seed: of everything random.
+        sources: two or more sources by name. Each is an iterable of batches of tokens (a
+            DataLoader, a list, ...), which is restarted when it ends, or a function of a
+            ``torch.Generator`` that returns a batch. A batch is a tensor of tokens of shape
+            (sequences, length), or a mapping with ``input_ids`` and optionally ``attention_mask``
+            and ``labels``. Batches are moved to the device of the model.
+        target: batches of the text that the model is meant for, in the same formats.
+        model: any causal language model; it is copied and never changed. A model that takes
+            ``labels`` (Hugging Face) computes its own loss; any other maps tokens to logits or to
+            its loss.
+        model_lr: the learning rate of AdamW, which trains the model. None: 0.003, which suits a
+            small model trained from scratch; a large or pretrained model needs a smaller rate.
+        weight_lr: the step size of x; None: 10 * model_lr. The model has to keep up with the
+            weights: if they oscillate, or similar sources drift apart, it is too large.
+        multiplier: the penalty parameter lambda; None: 10. A larger one has a smaller bias.
+        method: another method, such as an ``F2SA`` with your own optimizers, in place of the three
+            arguments above.
+        seed: determines everything random.
 
     Example:
         >>> import torch, bilevel
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4))
-        >>> def counting(by, generator):  # sequences that go up or down by 1, modulo 4
+        >>> def counting(by, generator):  # sequences that count up or down by 1, modulo 4
         ...     first = torch.randint(4, (8, 1), generator=generator)
         ...     return (first + by * torch.arange(9)) % 4
         >>> mixer = bilevel.DataMixer(
@@ -93,7 +95,7 @@ class DataMixer:
         if method is not None and chosen:
             raise ArgumentError(
                 f"{', '.join(f'{n}={v!r}' for n, v in chosen.items())} would be ignored, because "
-                f"method brings its own; give one of the two"
+                f"method has settings of its own; give either the method or these settings"
             )
         self.sources = dict(sources)
         self.target = target
@@ -113,24 +115,24 @@ class DataMixer:
         """Learn the weights.
 
         Args:
-            steps: of the weights and the model.
-            callback, progress, checkpoint: as :func:`bilevel.minimize` takes them; a
-                :class:`bilevel.loggers.Logger` is also told the weights.
-            record_every: record every that many steps, and the last; this costs one evaluation of
-                f each time.
+            steps: the number of steps of the weights and the model.
+            callback, progress, checkpoint: as for :func:`bilevel.minimize`; a
+                :class:`bilevel.loggers.Logger` also receives the weights.
+            record_every: the number of steps between two records; the last step is always recorded.
+                Each record costs one evaluation of f.
         """
         if callback is not None and not callable(callback):
             raise ArgumentTypeError(
                 f"callback must be a function of (solver, info) or a Logger, not {callback!r}"
             )
         device = next(self.model.parameters()).device
-        course = _Course(list(self.sources), callback)
+        recorder = _WeightRecorder(list(self.sources), callback)
 
-        def prepared(name: str, batch: Any) -> Tokens:
-            return tokens_of(name, batch, device)
+        def prepared(name: str, batch: Any) -> TokenBatch:
+            return check_batch(name, batch, device)
 
         result = minimize(
-            _problem(Loss(self.model)),
+            _problem(LanguageModelLoss(self.model)),
             torch.zeros(len(self.sources), device=device),
             self.model,
             method=self.method,
@@ -139,17 +141,17 @@ class DataMixer:
             lower_data=Together(self.sources, lambda name: f"sources[{name!r}]", prepared),
             seed=self.seed,
             progress=progress,
-            callback=course,
+            callback=recorder,
             record_every=record_every,
             checkpoint=checkpoint,
         )
-        over_time = course.at(result.history["step"].tolist())
+        curves = recorder.at(result.history["step"].tolist())
         weights = result.x.softmax(0).double().tolist()
         return Mixture(
             weights=dict(zip(self.sources, weights, strict=True)),
             history={
                 **result.history,
-                **{named(s): over_time[:, i].numpy() for i, s in enumerate(self.sources)},
+                **{weight_key(s): curves[:, i].numpy() for i, s in enumerate(self.sources)},
             },
             model=result.y,
             steps=result.steps,
@@ -157,10 +159,10 @@ class DataMixer:
         )
 
 
-class _Course:
-    """A callback that keeps the weights of every recorded step, and tells them to another.
+class _WeightRecorder:
+    """A callback that keeps the weights of every recorded step and passes them to a logger.
 
-    A step that is taken again, after a checkpoint or going back, is kept once.
+    A step that is taken again, after resuming or going back, is kept only once.
     """
 
     def __init__(self, sources: list[str], callback: Callback | None) -> None:
@@ -169,14 +171,16 @@ class _Course:
         self._weights: dict[int, Tensor] = {}
 
     def __call__(self, solver: Solver, info: Info) -> bool | None:
-        now = self._weights[info.step] = solver.x.softmax(0).double().cpu()
+        current = self._weights[info.step] = solver.x.softmax(0).double().cpu()
         if isinstance(self._callback, Logger):
-            weights = zip(self._sources, now.tolist(), strict=True)
-            self._callback.log(info.step, {named(source): weight for source, weight in weights})
+            weights = zip(self._sources, current.tolist(), strict=True)
+            self._callback.log(
+                info.step, {weight_key(source): weight for source, weight in weights}
+            )
         return None if self._callback is None else self._callback(solver, info)
 
     def at(self, steps: list[int]) -> Tensor:
-        """The weights at those steps, one row for each."""
+        """The weights at these steps, one row for each step."""
         empty = torch.empty(0, len(self._sources), dtype=torch.float64)
         return torch.stack([self._weights[step] for step in steps]) if steps else empty
 
@@ -192,11 +196,11 @@ class _Course:
 def _adamw(
     model_lr: float = 3e-3, weight_lr: float | None = None, multiplier: float = 10.0
 ) -> F2SA:
-    """F2SA at the price of three gradients, with only one copy's activations alive."""
+    """F2SA at three gradients per step, holding the activations of one copy at a time."""
     checked_number("model_lr", model_lr, above=True)
     if weight_lr is None:
-        # AdamW moves the model by about model_lr a step, however far the weights want it to go:
-        # at 20 times model_lr the weights were seen to swing after a thousand steps, at 10 never
+        # AdamW moves the model by about model_lr per step, however large the gradient is. With a
+        # weight_lr of 20 * model_lr the weights oscillated after a thousand steps; with 10, never.
         weight_lr = 10 * model_lr
     return F2SA(
         upper_lr=checked_number("weight_lr", weight_lr, above=True),
@@ -208,11 +212,11 @@ def _adamw(
     )
 
 
-def _problem(loss: Loss) -> Problem:
-    def lower(x: Tensor, model: nn.Module, batch: dict[str, Tokens]) -> Tensor:
+def _problem(loss: LanguageModelLoss) -> Problem:
+    def lower(x: Tensor, model: nn.Module, batch: dict[str, TokenBatch]) -> Tensor:
         return x.softmax(0) @ loss(model, list(batch.values())).to(x.dtype)
 
-    def upper(x: Tensor, model: nn.Module, batch: dict[str, Tokens]) -> Tensor:
+    def upper(x: Tensor, model: nn.Module, batch: dict[str, TokenBatch]) -> Tensor:
         return loss(model, list(batch.values()))[0]
 
     return Problem(upper, lower)
@@ -226,8 +230,8 @@ def _check_sources(sources: Any) -> None:
         )
     if len(sources) < 2:
         raise ArgumentError(
-            f"sources must be two or more, to be weighed against each other, not {len(sources)} "
-            f"({', '.join(map(repr, sources)) or 'none'})"
+            f"sources must be two or more, because they are weighed against each other, not "
+            f"{len(sources)} ({', '.join(map(repr, sources)) or 'none'})"
         )
     for name, data in sources.items():
         if not isinstance(name, str):

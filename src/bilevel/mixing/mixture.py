@@ -1,4 +1,4 @@
-"""Mixture: the weights that were found, how they came about, and the model trained with them."""
+"""Mixture: the learned weights, their history, and the model that was trained with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from bilevel.data import output as folders
-from bilevel.data.output import printable, read_description
-from bilevel.errors import ArgumentError, InputError, MissingExtraError, OutputError
+from bilevel.data.output import printable, read_description, written
+from bilevel.errors import ArgumentError, InputError, MissingExtraError
 from bilevel.errors.checks import checked_path
 from bilevel.errors.extras import needed
+from bilevel.mixing.plot import draw
 from bilevel.run import History
 from bilevel.run._version import __version__
 
@@ -28,23 +28,23 @@ VERSION = 1
 WEIGHTS, TABLE, TENSORS = "weights.json", "weights.csv", "model.safetensors"
 
 
-def named(source: str) -> str:
-    """What the weight of a source is called in histories and by loggers."""
+def weight_key(source: str) -> str:
+    """The name of a source's weight in histories and loggers."""
     return f"weight/{source}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mixture:
-    """What :meth:`bilevel.DataMixer.fit` found.
+    """The result of :meth:`bilevel.DataMixer.fit`.
 
     Attributes:
-        weights: of each source; they add up to 1.
-        history: arrays of one length, one entry per recorded step: those of
+        weights: the weight of each source; they add up to 1.
+        history: arrays of equal length with one entry per recorded step: those of
             :class:`bilevel.Result` ("upper" is the loss on the target, "lower" the weighted loss on
-            the sources), and for each source "weight/NAME", after that step.
-        model: as it was trained with the weights; None where it was not loaded.
-        steps: how many were taken.
-        seconds: how long they took.
+            the sources), and for each source "weight/NAME", its weight after that step.
+        model: the model that was trained with the weights; None if it was not loaded.
+        steps: the number of steps taken.
+        seconds: the time they took.
     """
 
     weights: dict[str, float]
@@ -66,41 +66,34 @@ class Mixture:
         return pd.DataFrame(self.history)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the weights, and the loss on the target, against the step (needs ``bilevel[mix]``).
+        """Plot the weights and the loss on the target against the step (needs ``bilevel[mix]``).
 
         Args:
-            path: a file that ends in .png, .pdf or .svg.
+            path: a file name that ends in .png, .pdf or .svg.
         """
         if Path(path).suffix.lower() not in {".png", ".pdf", ".svg"}:
             raise ArgumentError(f"path must end in .png, .pdf or .svg, not {os.fspath(path)!r}")
-        with needed("mix", "matplotlib"):
-            from bilevel.mixing.plot import draw
-        draw(self, Path(path))
+        curves = {source: self.history[weight_key(source)] for source in self.weights}
+        draw(Path(path), self.history["step"] + 1, self.history["upper"], curves, self.weights)
 
     def save(
         self, folder: str | os.PathLike[str], *, model: bool = False, overwrite: bool = False
     ) -> None:
-        """Write the weights to a folder, all files or none.
+        """Write the mixture to a folder, all files or none.
 
-        ``weights.json`` has what :meth:`load` reads, ``weights.csv`` the history as a table.
+        ``weights.json`` is what :meth:`load` reads; ``weights.csv`` is the history as a table.
 
         Args:
-            folder: where they go.
-            model: also write the model's tensors, to ``model.safetensors`` (needs
+            folder: where the files go.
+            model: whether to write the tensors of the model too, to ``model.safetensors`` (needs
                 ``bilevel[mix]``).
-            overwrite: whether the folder may hold something already; files of other names stay.
+            overwrite: whether the folder may already hold files; those of other names stay.
         """
-        folder = Path(folder)
-        try:
-            with folders.written(folder, overwrite) as part:
-                self.write(part, model=model)
-        except OutputError:
-            raise
-        except OSError as error:
-            raise OutputError(f"{printable(folder)} cannot be written: {error}") from error
+        with written(Path(folder), overwrite) as part:
+            self.write(part, model=model)
 
     def write(self, folder: Path, *, model: bool) -> None:
-        """The files of :meth:`save`, into a folder that is there."""
+        """Write the files of :meth:`save` into an existing folder."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -116,26 +109,28 @@ class Mixture:
             table.writerows(zip(*(v.tolist() for v in self.history.values()), strict=True))
         if model:
             if self.model is None:
-                raise ArgumentError("model=True, but this mixture was loaded without its model")
+                raise ArgumentError(
+                    "model=True, but this mixture was loaded without its model; give one to load()"
+                )
             with needed("mix", "safetensors"):
                 from safetensors.torch import save_model
             save_model(self.model, str(folder / TENSORS))
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as a plain object."""
+        """The weights and the cost of the run as a JSON object."""
         return {"weights": self.weights, "steps": self.steps, "seconds": self.seconds}
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, model: nn.Module | None = None) -> Mixture:
-        """What :meth:`save`, or ``bilevel mix``, wrote.
+        """Read what :meth:`save` or ``bilevel mix`` wrote.
 
         Args:
-            folder: where it is.
-            model: of the kind that was trained; it is given the saved tensors, in place. None: the
-                mixture comes without one.
+            folder: the folder that was written.
+            model: a model of the same architecture, into which the saved tensors are loaded in
+                place. None: the mixture has no model.
 
         Raises:
-            InputError: it is not there, or is something else.
+            InputError: the folder does not hold a mixture, or the tensors do not fit the model.
         """
         folder = checked_path("folder", folder)
         content = read_description(folder / WEIGHTS, "a mixture", FORMAT, VERSION)
@@ -154,7 +149,7 @@ class Mixture:
 
 
 def load_tensors(model: nn.Module, path: Path) -> None:
-    """Give a model the tensors of a safetensors file, in place."""
+    """Load the tensors of a safetensors file into a model, in place."""
     with needed("mix", "safetensors"):
         from safetensors import SafetensorError
         from safetensors.torch import load_model

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy.typing as npt
 
 from bilevel.errors.extras import needed
 
-with needed("mix", "matplotlib"):
-    from matplotlib.figure import Figure
 
-from bilevel.mixing.mixture import named
+def draw(
+    path: Path,
+    steps: npt.NDArray[Any],
+    target_loss: npt.NDArray[Any],
+    curves: Mapping[str, npt.NDArray[Any]],
+    weights: Mapping[str, float],
+) -> None:
+    """Draw the weights above and the loss on the target below, both against the step.
 
-if TYPE_CHECKING:
-    from bilevel.mixing.mixture import Mixture
-
-
-def draw(mixture: Mixture, path: Path) -> None:
-    """Weights above, the loss on the target below, both against the step."""
-    steps = mixture.history["step"] + 1
+    Args:
+        path: the file to write; its ending chooses the format.
+        steps, target_loss: one entry for each recorded step.
+        curves: the weight of each source at these steps.
+        weights: the weight of each source at the end; the legend starts with the heaviest source.
+    """
+    with needed("mix", "matplotlib"):
+        from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for source in sorted(mixture.weights, key=lambda name: -mixture.weights[name]):
-        label = f"{_plain(source)}: {mixture.weights[source]:.3f}"
-        above.plot(steps, mixture.history[named(source)], label=label)
-    above.axhline(1 / len(mixture.weights), color="grey", linestyle=":", linewidth=1)
+    for source in sorted(weights, key=lambda name: -weights[name]):
+        above.plot(steps, curves[source], label=f"{_legend_text(source)}: {weights[source]:.3f}")
+    above.axhline(1 / len(weights), color="grey", linestyle=":", linewidth=1)
     above.set_ylim(0, 1)
     above.set_ylabel("weight")
-    above.legend(loc="center right", title="in the end")
-    below.plot(steps, mixture.history["upper"], color="black")
+    above.legend(loc="center right", title="at the end")
+    below.plot(steps, target_loss, color="black")
     below.set_ylabel("loss on the target")
     below.set_xlabel("step")
     for axis in (above, below):
@@ -36,8 +44,11 @@ def draw(mixture: Mixture, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _plain(name: str) -> str:
-    """A name that is shown as it is: no formula, not too long, not hidden by an underscore."""
+def _legend_text(name: str) -> str:
+    """A short name that matplotlib shows literally.
+
+    A dollar sign would start a formula, and a leading underscore would hide the legend entry.
+    """
     short = name if len(name) <= 40 else f"{name[:39]}…"
     shown = short.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,4 +1,4 @@
-"""Plain text: files and folders of it, its characters as tokens, and a small model of them."""
+"""Plain text: reading it, its characters as tokens, and a small model of characters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORMAT = "bilevel character model"
 VERSION = 1
 DESCRIPTION = "model.json"
 CONTEXT = 64
-"""Characters that are looked back at."""
+"""The number of characters that the model sees at once."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of all ``.txt`` files in a folder, in the order of their names.
+    """The text of a file, or of all ``.txt`` files in a folder in the order of their names.
 
     Raises:
-        InputError: there is none, or it is not UTF-8.
+        InputError: there is no text, or it is not UTF-8.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.txt") if file.is_file())
@@ -46,8 +46,8 @@ def read_text(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of a :class:`Transformer`."""
+class TransformerSize:
+    """The dimensions of a :class:`Transformer`."""
 
     layers: int = 2
     width: int = 64
@@ -56,18 +56,18 @@ class Size:
 
 
 class Transformer(nn.Module):
-    """A small causal language model; maps tokens to logits of the next.
+    """A small causal language model that maps tokens to the logits of the next token.
 
     Args:
-        vocabulary: how many tokens there are.
-        size: of the model.
+        vocabulary: the number of different tokens.
+        size: the dimensions of the model.
     """
 
     causal: Tensor
 
-    def __init__(self, vocabulary: int, size: Size | None = None) -> None:
+    def __init__(self, vocabulary: int, size: TransformerSize | None = None) -> None:
         super().__init__()
-        self.size = size or Size()
+        self.size = size or TransformerSize()
         width = self.size.width
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(self.size.context, width)
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
 
 
 class Characters:
-    """The characters of some texts as tokens, in the order of their code points."""
+    """The characters of some texts, numbered as tokens in the order of their code points."""
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -109,30 +109,31 @@ class Characters:
 
     @classmethod
     def of(cls, *texts: str) -> Characters:
-        """All that occur in the texts."""
+        """The characters that occur in the texts."""
         return cls("".join(sorted(set().union(*texts))))
 
     def __len__(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """The numbers of the characters."""
+        """The token of each character of the text."""
         unknown = sorted(set(text) - self._numbers.keys())
         if unknown:
             raise ArgumentError(
-                f"text has the character {unknown[0]!r}, which is none of the {len(self)} known"
+                f"text has the character {unknown[0]!r}, which is not one of the {len(self)} that "
+                f"the model knows"
             )
         return torch.tensor([self._numbers[character] for character in text], dtype=torch.long)
 
 
 @dataclass(frozen=True)
-class Windows:
+class RandomWindows:
     """Batches of random pieces of a text, as a function of a generator.
 
     Attributes:
-        tokens: of the text.
-        count: of pieces in a batch.
-        length: of a piece, in characters.
+        tokens: the whole text.
+        count: the number of pieces in a batch.
+        length: the number of characters in a piece.
     """
 
     tokens: Tensor
@@ -147,13 +148,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class CharacterModel:
-    """A trained :class:`Transformer` and the characters it knows.
+    """A trained :class:`Transformer` and the characters that it knows.
 
     Example:
         >>> import torch
         >>> characters = Characters.of("to be or not to be")
         >>> model = CharacterModel(Transformer(len(characters)), characters)
-        >>> 1.5 < model.loss("not to be") < 2.5  # untrained, of 7 characters: about log 7
+        >>> 1.5 < model.loss("not to be") < 2.5  # untrained, on 7 different characters: about log 7
         True
     """
 
@@ -162,9 +163,9 @@ class CharacterModel:
 
     @torch.no_grad()
     def loss(self, text: str) -> float:
-        """The mean loss of a character, in nats, given those before it in a piece of the text.
+        """The mean loss in nats per character, given the characters before it in the same piece.
 
-        The text is cut into pieces as long as the model looks back, one character shared.
+        The text is cut into pieces as long as the model's context; neighbours share one character.
         """
         tokens = self.characters.encode(text)
         if len(tokens) < 2:
@@ -178,7 +179,7 @@ class CharacterModel:
         return total / (len(tokens) - 1)
 
     def describe(self) -> dict[str, Any]:
-        """What ``model.json`` says."""
+        """The contents of ``model.json``."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -189,17 +190,17 @@ class CharacterModel:
 
 
 def load_model(folder: str | os.PathLike[str]) -> CharacterModel:
-    """The model that ``bilevel mix`` wrote to a folder.
+    """Load the model that ``bilevel mix`` wrote to a folder.
 
     Raises:
-        InputError: it is not there, or not such a model.
+        InputError: the folder does not hold such a model.
     """
     folder = checked_path("folder", folder)
     path = folder / DESCRIPTION
     description = read_description(path, "a model of characters", FORMAT, VERSION)
     try:
         characters = Characters(description["characters"])
-        module = Transformer(len(characters), Size(**description["size"]))
+        module = Transformer(len(characters), TransformerSize(**description["size"]))
     except (KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise InputError(f"{printable(path)} lacks what a model needs: {error}") from error
     load_tensors(module, folder / TENSORS)

@@ -1,8 +1,8 @@
 """The report: one HTML file that needs no network and runs no script but its own.
 
-Whatever comes from the data (labels, texts, names of files) reaches the page either through a
+Everything that comes from the data (labels, texts, file names) reaches the page either through a
 template that escapes it, or as JSON that the script shows as text. A content security policy allows
-the page's own script, by its hash, and nothing else: no other script, no connection.
+the page's own script, by its hash, and no other script and no connection.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ import hashlib
 import io
 import json
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from bilevel.cleaning.findings import GRID, Findings
 from bilevel.cleaning.report.curves import curves
-
-if TYPE_CHECKING:
-    from bilevel.cleaning.findings import Findings
+from bilevel.cleaning.wording import shortened
 
 CLASSES_SHOWN = 16
-"""Rows and columns of the matrix: the most confused pairs, and classes with the most suspects."""
+"""The most rows and columns of the matrix; the most confused classes are shown."""
 
-_COLUMNS = 5  # of a table that are shown for every row
-_DETAILED = 1000  # rows, the most suspicious, that are shown with all columns
-_DETAILS = 40  # of these columns
-_LONGEST = 2000  # characters of one value there
-_EXCERPTS = 6_000_000  # characters of all texts that are shown for every row
-_SHORT = 28  # characters of a value that fits into a narrow column
-_IMAGES = 4000
-_IMAGE_BYTES = 6_000_000
-_IMAGE_SIDE = 112
+_COLUMNS = 5  # columns of a table that are shown for every row
+_DETAILED_ROWS = 1000  # the most suspicious rows are shown with all columns ...
+_DETAILED_COLUMNS = 40  # ... up to this number, and with values ...
+_DETAIL_LENGTH = 2000  # ... of at most this many characters
+_EXCERPTS_LENGTH = 6_000_000  # characters of all texts together that are shown for every row
+_NARROW = 28  # characters that fit into a narrow column
+_IMAGES = 4000  # images at most, and together no more than ...
+_IMAGE_BYTES = 6_000_000  # ... these bytes
+_IMAGE_SIDE = 112  # pixels
 
 
 def render(findings: Findings) -> str:
-    """The page."""
+    """The HTML page."""
     files = resources.files(__name__)
     style = (files / "report.css").read_text(encoding="utf-8")
     script = (files / "report.js").read_text(encoding="utf-8")
@@ -63,11 +62,14 @@ def render(findings: Findings) -> str:
         classes=findings.classes,
         count=count,
         share=count / len(findings.samples),
-        threshold=findings.threshold / data["grid"],
+        threshold=findings.threshold / GRID,
         matrix=_matrix(findings),
         pairs=findings.most_confused(8),
         curves=curves(findings.cleaner.history_, findings.cleaner.settings_),
-        settings=_settings(findings),
+        settings=[
+            (name.replace("_", " "), f"{value:,.6g}")
+            for name, value in findings.cleaner.settings_.items()
+        ],
         notices=findings.encoder.notices,
         images=bool(data["images"]),
         seconds=findings.seconds,
@@ -76,7 +78,7 @@ def render(findings: Findings) -> str:
 
 
 def _json(data: Any) -> Markup:
-    """JSON that no text in it can end the element of."""
+    """JSON in which no text can end the script element around it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -84,16 +86,15 @@ def _json(data: Any) -> Markup:
 
 
 def _data(findings: Findings) -> dict[str, Any]:
-    from bilevel.cleaning.findings import GRID
-
+    """What the script of the page shows."""
     samples = findings.samples
     worst = np.argsort(findings.quality, kind="stable")
     every = np.arange(len(samples))
     shown = findings.encoder.shown(samples)
     columns = shown[:_COLUMNS]
     values = [samples.values(column, every) for column in columns]
-    long = [max(map(len, some[:1000])) > _SHORT for some in values]
-    longest = int(np.clip(_EXCERPTS / (len(samples) * max(1, sum(long))), _SHORT, 300))
+    long = [max(map(len, some[:1000])) > _NARROW for some in values]
+    longest = int(np.clip(_EXCERPTS_LENGTH / (len(samples) * max(1, sum(long))), _NARROW, 300))
     data: dict[str, Any] = {
         "name": samples.name,
         "noun": samples.noun,
@@ -104,11 +105,11 @@ def _data(findings: Findings) -> dict[str, Any]:
         "predicted": findings.predicted.tolist(),
         "quality": findings.quality.tolist(),
         "weight": findings.weight.tolist(),
-        "ids": None if samples.ids is None else [name[:_LONGEST] for name in samples.ids],
+        "ids": None if samples.ids is None else [name[:_DETAIL_LENGTH] for name in samples.ids],
         "columns": columns,
         "long": long,
-        "cells": [[_cut(value, longest) for value in some] for some in values],
-        "details": _details(findings, worst[:_DETAILED], shown[:_DETAILS]),
+        "cells": [[shortened(value, longest) for value in some] for some in values],
+        "details": _details(findings, worst[:_DETAILED_ROWS], shown[:_DETAILED_COLUMNS]),
         "images": _images(findings, worst[:_IMAGES]),
     }
     key = hashlib.sha256(json.dumps(data, allow_nan=False).encode()).hexdigest()[:16]
@@ -116,9 +117,9 @@ def _data(findings: Findings) -> dict[str, Any]:
 
 
 def _details(findings: Findings, rows: Any, columns: list[str]) -> dict[str, Any]:
-    """All that is known of some rows: ``columns``, and for each row its values."""
+    """The values of some rows in all these columns."""
     values = [
-        [_cut(value, _LONGEST) for value in findings.samples.values(column, rows)]
+        [shortened(value, _DETAIL_LENGTH) for value in findings.samples.values(column, rows)]
         for column in columns
     ]
     by_row = zip(*values, strict=True) if values else ()
@@ -129,7 +130,7 @@ def _details(findings: Findings, rows: Any, columns: list[str]) -> dict[str, Any
 
 
 def _images(findings: Findings, rows: Any) -> dict[str, str]:
-    """PNGs in base 64, as many as there is room for."""
+    """The images of some rows as PNG in base 64, as many as the budget allows."""
     images, room = {}, _IMAGE_BYTES
     for row in rows.tolist():
         image = findings.samples.image(row)
@@ -146,10 +147,10 @@ def _images(findings: Findings, rows: Any) -> dict[str, str]:
 
 
 def _matrix(findings: Findings) -> dict[str, Any]:
-    """Counts of suspect labels, given against predicted, for the classes that have the most."""
+    """The counts of suspect labels by given and predicted class, for the most confused classes."""
     counts = findings.confusions
     involved = counts.sum(0) + counts.sum(1)
-    for pair in findings.most_confused(CLASSES_SHOWN // 4):  # those have to be among them
+    for pair in findings.most_confused(CLASSES_SHOWN // 4):  # these pairs must be shown
         involved[[findings.classes.index(name) for name in pair[:2]]] += counts.sum()
     chosen = np.sort(np.argsort(-involved, kind="stable")[:CLASSES_SHOWN])
     totals = np.bincount(findings.given, minlength=len(findings.classes))
@@ -170,14 +171,3 @@ def _matrix(findings: Findings) -> dict[str, Any]:
         or (len(chosen) > 6 and any(len(findings.classes[j]) > 4 for j in chosen)),
         "left_out": len(findings.classes) - len(chosen),
     }
-
-
-def _settings(findings: Findings) -> list[tuple[str, str]]:
-    return [
-        (name.replace("_", " "), f"{value:,.6g}")
-        for name, value in findings.cleaner.settings_.items()
-    ]
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

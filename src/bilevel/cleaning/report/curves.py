@@ -1,4 +1,4 @@
-"""The loss curves as a drawing (SVG), made here so that they show without a script."""
+"""The coordinates of the loss curves, so that the page needs no script to show them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 12, 30
 
 
 def curves(history: Mapping[str, Any], settings: Mapping[str, float]) -> dict[str, Any]:
-    """Where lines, ticks and the chosen step are to be drawn.
+    """The coordinates of the curves, the ticks and the chosen step in the SVG drawing.
 
-    The lines are the losses on trusted samples, on held-back ones (where there are some), and the
+    The curves are the losses on trusted samples, on held-back ones (if there are any), and the
     weighted training loss, each against the step.
     """
     steps = np.asarray(history["step"], dtype=float) + 1
@@ -66,12 +66,13 @@ def curves(history: Mapping[str, Any], settings: Mapping[str, float]) -> dict[st
 
 
 def _ticks(high: float, most: int = 5) -> list[float]:
-    """Round numbers from 0 to about ``high``."""
+    """Round numbers from 0 to at least ``high``."""
     step = 10.0 ** math.floor(math.log10(high / most)) if high > 0 else 1.0
     step *= next((m for m in (1, 2, 5) if high / (step * m) <= most), 10)
     return [round(i * step, 10) for i in range(math.ceil(high / step) + 1)]
 
 
 def _whole_ticks(last: int) -> list[int]:
+    """Round whole numbers from 1 to at most ``last``."""
     step = max(1, int(_ticks(float(last))[1]))
     return [1, *(step * i for i in range(1, last // step + 1) if step * i > 1)]

@@ -53,14 +53,14 @@
       const saved = JSON.parse(localStorage.getItem(store) || "[]");
       for (const [row, decision] of saved) decisions.set(row, decision);
     } catch {
-      // a browser that keeps nothing for local files: decisions last as long as the page
+      // Some browsers store nothing for local files; decisions then last as long as the page.
     }
   };
   const remember = () => {
     try {
       localStorage.setItem(store, JSON.stringify([...decisions]));
     } catch {
-      // as above
+      // See above.
     }
   };
   const decide = (changes) => {
@@ -374,7 +374,7 @@
     const histogram = byId("histogram");
     histogram.replaceChildren(histogram.firstElementChild);
     bins.forEach((count, i) => {
-      // roots: most labels are at the two ends, and it is the few in between that need a look
+      // Square roots, because most labels are at the two ends, and the few in between matter.
       const height = count ? Math.max(2, (Math.sqrt(count) / most) * (HIGH - 4)) : 0;
       const bar = document.createElementNS(SVG, "rect");
       const place = { x: (i * WIDE) / BINS + 0.75, width: WIDE / BINS - 1.5, y: HIGH - height, height };

@@ -1,9 +1,9 @@
-"""How far the search for weights came, in a folder.
+"""The search for weights in a folder, so that it can be resumed.
 
 The run itself is in checkpoints, see :class:`bilevel.Checkpoint`. Beside them is what decides when
-to stop: the losses on held-back samples, and the state with which that was lowest. Both are written
-before the checkpoint of a step is, so that they are never behind it; where they are ahead, the
-steps in between are taken again and come to the same.
+to stop: the losses on held-back samples, and the state with the lowest of them. Both are written
+before the checkpoint of the same step, so they are never behind it. Where they are ahead of it, the
+steps in between are taken again and give the same numbers.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bilevel
 from bilevel.errors import CheckpointError, OutputError
+from bilevel.run.checkpoint import Checkpoint
+from bilevel.run.solver import Solver
 
 
-class Progress:
-    """What a search leaves in its folder, and finds there.
+class SearchCheckpoint:
+    """The saved state of a search for weights.
 
     Attributes:
         run: where and how often the run itself is saved.
-        losses: on held-back samples, of each step.
-        stopped: whether the search was over.
+        losses: the losses on held-back samples, one for each step that was taken.
+        stopped: whether the search had ended.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.run = bilevel.Checkpoint(folder / "run", every_seconds=10.0)
+        self.run = Checkpoint(folder / "run", every_seconds=10.0)
         self._best = folder / "best.safetensors"
         self._file = folder / "losses.json"
         self.losses: list[float] = []
@@ -44,16 +45,16 @@ class Progress:
         except (ValueError, LookupError, TypeError) as error:
             raise CheckpointError(self._file, f"it does not hold losses ({error})") from error
 
-    def best(self, options: dict[str, Any]) -> bilevel.Solver | None:
-        """A solver of these options in the best state so far."""
+    def best(self, options: dict[str, Any]) -> Solver | None:
+        """A solver with these options in the best state so far, if one was saved."""
         if not self._best.exists():
             return None
-        solver = bilevel.Solver(**options)
+        solver = Solver(**options)
         solver.load(self._best)
         return solver
 
-    def save(self, best: bilevel.Solver | None, losses: list[float], stopped: bool) -> None:
-        """Keep the losses, and the solver if it is the best so far."""
+    def save(self, best: Solver | None, losses: list[float], stopped: bool) -> None:
+        """Save the losses, and the solver if its state is the best so far."""
         if best is not None:
             best.save(self._best)
         part = self._file.with_suffix(".part")

@@ -1,0 +1,166 @@
+"""The search for weights: the bilevel problem of label cleaning, solved with early stopping.
+
+F keeps falling after the weights have begun to fit the trusted samples themselves, so the weights
+are those of the step with the lowest loss on held-back trusted samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from bilevel.cleaning.checkpoint import SearchCheckpoint
+from bilevel.cleaning.learners import HeldBack, Learner
+from bilevel.cleaning.task import CleaningTask, SearchSettings
+from bilevel.errors import InterruptedRunError
+from bilevel.problem import Box, Problem
+from bilevel.run.minimize import Outcome, minimize
+from bilevel.run.solver import Solver
+
+History: TypeAlias = dict[str, npt.NDArray[Any]]
+
+STEPS_WITHOUT_HELD_BACK = 10
+"""The number of steps of the weights if no trusted samples can be held back."""
+
+
+@dataclass
+class LearnedWeights:
+    """The weights of the best step.
+
+    Attributes:
+        weights, model: the weights and the model of that step.
+        loss: the loss on the held-back samples at that step.
+        selected_step: the number of that step, counted from 1.
+        batch_size: the number of samples in a minibatch.
+        steps: the number of steps that were taken.
+        history: one entry for each step.
+    """
+
+    weights: Tensor
+    model: Any
+    loss: float
+    selected_step: int
+    batch_size: int
+    steps: int = 0
+    history: History = field(default_factory=dict)
+
+
+def learn_weights(
+    learner: Learner, task: CleaningTask, start: Any, settings: SearchSettings
+) -> LearnedWeights:
+    """Learn one weight for each sample in ``task.train``; the model starts from ``start``."""
+    count = len(task.train)
+    batch_size = min(settings.batch_size, count)
+    ones = torch.ones(count)
+    options: dict[str, Any] = {
+        "problem": _problem(learner, task),
+        "x0": ones,
+        "y0": start,
+        "method": learner.method(count),
+        # Repeated, so that minibatches of both levels have the same number of samples.
+        "upper_data": task.trusted.repeat(-(-batch_size // len(task.trusted))),
+        "lower_data": torch.arange(count),
+        "batch_size": batch_size,
+        "direction_batch_size": "all",
+        "chunk_size": max(task.rows.chunk, batch_size),
+        "seed": settings.seed,
+    }
+    held = task.held_samples
+    saved = None if settings.checkpoint is None else SearchCheckpoint(settings.checkpoint)
+    best = LearnedWeights(ones, None, float("inf"), 0, batch_size)
+    selection = _Selection(learner, held, settings.patience, best, saved)
+    steps = settings.max_steps
+    if held is None:
+        steps = min(steps, STEPS_WITHOUT_HELD_BACK)
+    if saved is not None:
+        selection.resume(saved.losses, saved.best(options))
+        if saved.stopped:
+            steps = len(saved.losses)
+    result = minimize(
+        **options,
+        steps=steps,
+        callback=selection,
+        process_group=None,  # each rank of a process group may clean labels of its own
+        checkpoint=None if saved is None else saved.run,
+    )
+    if result.outcome is Outcome.INTERRUPTED:
+        raise InterruptedRunError(result.steps)
+    best.steps = result.steps
+    best.history = {**result.history, "held_back": np.array(selection.losses[: result.steps])}
+    return best
+
+
+def _problem(learner: Learner, task: CleaningTask) -> Problem:
+    """Both objectives as functions of minibatches of sample numbers."""
+    rows, labels, train = task.rows, task.labels, task.train
+    last: list[Any] = [None, None, None]  # the two copies of y ask for the same samples in turn
+
+    def samples(index: Tensor) -> tuple[Any, Tensor]:
+        if last[0] is not index:
+            some = train[index]
+            last[:] = index, rows.take(some), labels[some]
+        return last[1], last[2]
+
+    def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
+        features, given = samples(index)
+        loss = learner.weighted_loss(y, features, given, x[index])
+        return loss / len(index) + learner.ridge * learner.penalty(y)
+
+    def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
+        return cross_entropy(learner.logits(y, rows.take(index)), labels[index])
+
+    return Problem(upper, lower, x_set=Box(0, 1))
+
+
+class _Selection:
+    """The callback of the run: keeps the best step in ``best``, and decides when to stop.
+
+    Attributes:
+        losses: the loss on the held-back samples of each step; NaN where there are none.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        held: HeldBack | None,
+        patience: int,
+        best: LearnedWeights,
+        saved: SearchCheckpoint | None,
+    ) -> None:
+        self._learner = learner
+        self._held = held
+        self._patience = patience
+        self._best = best
+        self._saved = saved
+        self.losses: list[float] = []
+
+    def resume(self, losses: list[float], best: Solver | None) -> None:
+        """Continue after these losses, of which the solver has the best state."""
+        self.losses = list(losses)
+        if best is not None:
+            self._keep(best, losses[best.k - 1] if best.k <= len(losses) else float("inf"))
+
+    def __call__(self, solver: Solver, info: Any) -> bool:
+        loss = float("nan")
+        if self._held is not None:
+            rows, labels = self._held
+            loss = float(cross_entropy(self._learner.predict(solver.y, rows), labels))
+        del self.losses[solver.k - 1 :]  # steps after a checkpoint are taken again
+        self.losses.append(loss)
+        better = self._held is None or loss < self._best.loss
+        if better:
+            self._keep(solver, loss)
+        stop = self._held is not None and solver.k - self._best.selected_step >= self._patience
+        if self._saved is not None:
+            self._saved.save(solver if better else None, self.losses, stop)
+        return stop
+
+    def _keep(self, solver: Solver, loss: float) -> None:
+        best = self._best
+        best.weights, best.model, best.loss, best.selected_step = solver.x, solver.y, loss, solver.k
