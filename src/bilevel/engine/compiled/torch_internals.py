@@ -13,7 +13,7 @@ import operator
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -78,6 +78,8 @@ def refusal(error: Exception) -> NotCompiledError:
         if isinstance(cause, AssertionError) and _raised_here(cause):
             raise cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    while getattr(error, "inner_exception", None) is not None:  # the wrapper only names the backend
+        error = error.inner_exception  # type: ignore[attr-defined]
     first_line = next(iter(str(error).strip().splitlines()), "")
     return NotCompiledError(f"{type(error).__name__}: {first_line}")
 
@@ -94,23 +96,26 @@ def _raised_here(error: BaseException) -> bool:
 # Tracing. Results depend on this part: without these settings and states nothing is compiled.
 
 
+TRACING = {
+    "trace_autograd_ops": True,  # torch.autograd.grad is part of a step
+    "specialize_float": True,  # floats are constants: to find out which vary takes another trace
+}
+"""Settings of dynamo."""
+
+
 @contextmanager
 def settings_of_tracing() -> Iterator[None]:
-    """Inside, dynamo traces ``torch.autograd.grad`` and takes Python floats for constants.
+    """Inside, dynamo has these settings, and no list of values left by another function."""
+    with ExitStack() as stack:
+        try:
+            from torch._dynamo.symbolic_convert import TensorifyState
 
-    To find out which floats may vary would take another trace. The list of values to specialize
-    outlives a trace, and may be that of another function, so it is cleared first.
-    """
-    import torch._dynamo as dynamo
-
-    try:
-        from torch._dynamo.symbolic_convert import TensorifyState
-
-        patch = dynamo.config.patch(trace_autograd_ops=True, specialize_float=True)
-        TensorifyState.clear()
-    except (ImportError, AttributeError) as error:
-        raise NotCompiledError(f"torch {torch.__version__} traces differently: {error}") from error
-    with patch:
+            stack.enter_context(torch._dynamo.config.patch(TRACING))
+            TensorifyState.clear()
+        except (ImportError, AttributeError) as error:
+            raise NotCompiledError(
+                f"torch {torch.__version__} lacks an internal: {error}"
+            ) from error
         yield
 
 

@@ -199,7 +199,7 @@ def _refuse_random_numbers(graph: GraphModule) -> None:
 
 
 def operations(graph: GraphModule) -> int:
-    """The work in a graph: operations of its matrix products and convolutions, and other entries."""
+    """The work in a graph: its matrix products and convolutions, and the entries of the rest."""
     from torch.utils.flop_counter import flop_registry
 
     total = 0
