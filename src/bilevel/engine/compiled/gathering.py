@@ -1,7 +1,7 @@
-"""Minibatches that a second thread gathers while the first computes with those before them.
+"""Minibatches that a second thread gathers while the first computes with the earlier ones.
 
-The rows of a minibatch lie all over the data, so gathering them is mostly waiting for memory. Where
-an evaluation is so small that one thread is better for it than several, a second has the time.
+The rows of a minibatch are scattered over the data, so gathering mostly waits for memory. Where an
+evaluation is too small to share among threads, a second thread is idle and can gather.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 Copies: TypeAlias = tuple[tuple[Tensor, Tensor, Tensor], ...]
-"""Columns, the numbers of their rows, and where these go."""
+"""For each column of the data: the column, the indices of its rows, and their destination."""
 
 
 def gather(copies: Copies) -> None:
-    """Copy the rows to where they go."""
+    """Copy the rows to their destinations."""
     for column, numbers, rows in copies:
         torch.index_select(column, 0, numbers, out=rows)
 
 
 def doubling(count: int) -> list[tuple[int, int]]:
-    """The parts of 0, ..., count - 1: 0, 1, 2 to 3, 4 to 7, ..., each with the one after its last.
+    """Split range(count) into parts of 1, 1, 2, 4, 8, ... elements, each as (start, stop).
 
-    So what is needed first is there soon, and there are few parts. To gather a minibatch takes less
-    than half as long as to compute with it, where it is to be gathered meanwhile.
+    The first minibatch is available soon, and there are few parts. Each part is gathered while
+    those before it are used, which takes at least twice as long where this module is used.
     """
     starts = [0, *(1 << power for power in range(count.bit_length()) if 1 << power < count)]
     return list(zip(starts, [*starts[1:], count], strict=True))
@@ -41,39 +41,39 @@ def doubling(count: int) -> list[tuple[int, int]]:
 class Block:
     """Minibatches that are gathered part by part, in the order in which they are needed.
 
-    Whoever comes first gathers a next part: a helping thread, or the one that asks for parts and
-    would have to wait. So nothing depends on when a helper gets to run, or on there being one.
+    The next part is gathered by whichever thread comes first: the helper, or the caller, which
+    would otherwise wait. So nothing depends on when the helper runs, or on whether there is one.
 
     Args:
-        groups: of the parts of each, what has to be gathered. All groups go to the same places:
-            when one begins, that before it is needed no more.
+        groups: for each group the copies of its parts. All groups have the same destinations: a
+            group that begins overwrites the one before it.
     """
 
     def __init__(self, groups: Sequence[Sequence[Copies]]) -> None:
         self._groups = groups
         self._parts = groups[0]
-        self._left: deque[int] = deque()
-        self._there: set[int] = set()
+        self._left: deque[int] = deque()  # parts that no thread has begun
+        self._there: set[int] = set()  # parts that are gathered
         self._news: SimpleQueue[None] = SimpleQueue()
         self._helper: _Helper | None = None
         self._helping = threading.Lock()
         self._error: Exception | None = None
 
     def provide(self, group: int, part: int) -> None:
-        """Have a part of a group there; the first part, to be asked for first, begins the group."""
+        """Return once a part of a group is gathered. Part 0 comes first, and begins the group."""
         if part == 0:
             self._begin(group)
         while part not in self._there:
             if self._error is not None:
                 raise self._error
             if not self._gather_next():
-                self._news.get()  # the helper has begun with it, and will tell
+                self._news.get()  # the helper has begun this part, and reports its end
 
     def _begin(self, group: int) -> None:
         helper = _helper()
-        if helper is not self._helper:  # in a forked process what the other held is never let go
+        if helper is not self._helper:  # after a fork the old lock may never be released
             self._helper, self._helping = helper, threading.Lock()
-        self._left.clear()  # of a step that did not come to its end
+        self._left.clear()  # an earlier step may have been abandoned
         with self._helping:
             self._parts = self._groups[group]
             self._there.clear()
@@ -86,17 +86,17 @@ class Block:
         self._there.add(0)
 
     def help(self) -> None:
-        """Gather until nothing is left."""
+        """Gather in the helper's thread until nothing is left."""
         while self._left:
             with self._helping:
                 try:
                     self._gather_next()
-                except Exception as error:  # it belongs to the thread that asks for the part
+                except Exception as error:  # the thread that asks for the part raises it
                     self._error = error
                 self._news.put(None)
 
     def _gather_next(self) -> bool:
-        """Gather the next part that nobody has begun with; whether there was one."""
+        """Gather the next part that no thread has begun, and say whether there was one."""
         try:
             part = self._left.popleft()
         except IndexError:
@@ -107,7 +107,7 @@ class Block:
 
 
 class _Helper(threading.Thread):
-    """Helps with the blocks that are put into its queue."""
+    """The thread that helps with the blocks in its queue."""
 
     def __init__(self) -> None:
         super().__init__(name="bilevel-gathering", daemon=True)
@@ -115,25 +115,19 @@ class _Helper(threading.Thread):
         self._runs = threading.Event()
         self.start()
         self._runs.wait()
-        torch.set_num_threads(torch.get_num_threads())  # or threads of others would begin with one
+        torch.set_num_threads(torch.get_num_threads())  # or new threads would begin with 1
 
     def run(self) -> None:
-        torch.get_num_threads()  # or torch would do away with the next line when it is first used
-        torch.set_num_threads(1)  # of this thread's own
+        torch.get_num_threads()  # initializes torch's count, which would undo the next line later
+        torch.set_num_threads(1)  # for this thread only
         self._runs.set()
         with torch.no_grad():
-            while self._help():
-                pass
-
-    def _help(self) -> bool:
-        """Help with the next block, and keep nothing of it; None: this is the end."""
-        block = self.blocks.get()
-        if block is not None:
-            block.help()
-        return block is not None
+            while (block := self.blocks.get()) is not None:
+                block.help()
+                del block  # while the thread waits it keeps no data alive
 
     def end(self) -> None:
-        """Wait until it has ended: torch aborts a process that exits while a thread is in it."""
+        """Wait for the thread to end: a process that exits while torch runs in a thread aborts."""
         self.blocks.put(None)
         self.join()
 
@@ -143,7 +137,7 @@ _starting = threading.Lock()
 
 
 def _helper() -> _Helper | None:
-    """One for all runs; None where no more threads may be started."""
+    """The helper of all runs, or None where no thread can be started."""
     global _helper_here
     with _starting:
         if _helper_here is None:
@@ -159,7 +153,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """A forked process has none of the threads."""
+    """Threads do not survive a fork."""
     global _helper_here, _starting
     _helper_here, _starting = None, threading.Lock()
 

@@ -1,21 +1,19 @@
-"""Products of matrices that have factors in common, taken as one.
+"""Matrix products with factors in common become one product.
 
-The copies of y look at the same samples, so a step computes A y and A z with the same A, and for
-the gradients B'A and C'A. One product reads A once:
+The copies of y use the same samples, so a step computes A y and A z with the same A, and for the
+gradients B'A and C'A. One product reads A once, which a compiler does not see:
 
     A [y z] = [Ay Az],      [B C]' A = [B'A; C'A]
 
-A compiler does not see this. It pays where A is larger than what has to be put side by side. On a
-GPU, where a small product takes as long as it takes to begin one, it pays too where a block is
-computed that nobody asked for: with the trusted samples T in f,
+It pays where A is larger than what has to be concatenated. On a GPU, where a small product takes no
+longer than its launch, it also pays to compute a block that is not used: with the trusted samples T
+in f, [A; T] [y z] = [Ay Az; Ty *].
 
-    [A; T] [y z] = [Ay Az; Ty *].
-
-On a CPU it also matters who computes what, and how it lies. Logits of many samples and few classes,
-Ay, have few columns to share among threads, and a library of products may share them badly (seen:
-two threads took longer than one, and at some sizes three times as long as need be). So each thread
-is given its rows of A. The logits are then laid class by class, so that what follows takes as many
-samples at a time as fill a register, where a row of ten logits does not.
+On a CPU the layout and the threads matter as well. Logits of many samples and few classes, Ay, have
+few columns to share among threads, and BLAS may share them badly (seen: two threads took longer
+than one, and at some sizes three times as long as necessary). So each thread is given its rows of
+A. The logits are then laid out class by class, so that what follows is vectorized over the samples:
+a row of ten logits does not fill a vector register.
 """
 
 from __future__ import annotations
@@ -26,49 +24,49 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from bilevel.engine.compiled.torch_internals import sort_nodes
+
 aten = torch.ops.aten
 
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 SMALL = 1 << 22
-"""Products whose factors have fewer entries take, on a GPU, hardly longer than nothing."""
+"""On a GPU, products whose factors have fewer entries take hardly longer than their launch."""
 
 MANY_ROWS, FEW_COLUMNS = 32, 32
-"""Of what has so many rows and no more columns, each thread of a CPU computes some of the rows."""
+"""Products with at least as many rows and at most as many columns are shared among CPU threads."""
 
 LEAST_ROWS = 16
-"""A thread is not bothered for fewer."""
+"""The fewest rows that are worth a thread."""
 
 
 def merge_products(module: GraphModule, *, wasteful: bool) -> None:
-    """Rewrite the graph, in place; ``wasteful``: also where blocks are computed for nothing."""
-    from torch._inductor.pattern_matcher import stable_topological_sort
-
-    if _counts_on_layout(module.graph):
+    """Rewrite the graph in place; ``wasteful``: also where unused blocks have to be computed."""
+    if _depends_on_layout(module.graph):
         return
     while (blocks := next(_mergeable(module.graph, wasteful), None)) is not None:
         blocks.merge(module.graph, by_rows=not wasteful)
-        stable_topological_sort(module.graph)
+        sort_nodes(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
 def share_rows(module: GraphModule, *, threads: int) -> None:
-    """Give each of the threads some rows of the products with many rows and few columns."""
+    """Share the rows of products with many rows and few columns among the threads."""
     graph = module.graph
-    if _counts_on_layout(graph):
+    if _depends_on_layout(graph):
         return
     for node in [node for node in graph.nodes if _is_product(node)]:
         left, right = _factors(node)
         rows, columns = left.length(0), right.length(1)
-        if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 2) or left.flipped:
-            continue  # to copy the right factor should cost less than to read the left one
+        if rows < MANY_ROWS or columns > min(FEW_COLUMNS, rows // 2) or left.transposed:
+            continue  # copying the right factor should cost less than reading the left one
         most = min(threads, rows // LEAST_ROWS)
         parts = max(part for part in range(1, most + 1) if rows % part == 0)
         with graph.inserting_before(node):
-            by_rows = _copy(graph, node.args[-1]) if right.flipped else node.args[-1]
+            by_rows = _copy(graph, node.args[-1]) if right.transposed else node.args[-1]
             product = _in_parts(graph, left.matrix, by_rows, parts)
-            result = _flip(graph, _copy(graph, _flip(graph, product)))
+            result = _transpose(graph, _copy(graph, _transpose(graph, product)))
             if node.target is aten.addmm.default:
                 result = _call(graph, aten.add.Tensor, result, node.args[0])
         node.replace_all_uses_with(result)
@@ -78,10 +76,10 @@ def share_rows(module: GraphModule, *, threads: int) -> None:
 
 
 class _Factor(NamedTuple):
-    """A factor of a product: a matrix, or one that is read by columns."""
+    """A factor of a product: a matrix, or the transpose of one."""
 
     matrix: Node
-    flipped: bool
+    transposed: bool
 
     @classmethod
     def of(cls, node: Node) -> _Factor:
@@ -91,7 +89,7 @@ class _Factor(NamedTuple):
         return cls(node, False)
 
     def length(self, dim: int) -> int:
-        return int(self.matrix.meta["val"].shape[1 - dim if self.flipped else dim])
+        return int(self.matrix.meta["val"].shape[1 - dim if self.transposed else dim])
 
     @property
     def size(self) -> int:
@@ -99,11 +97,7 @@ class _Factor(NamedTuple):
 
 
 class _Blocks:
-    """Products L_i R_j as blocks of one.
-
-    Args:
-        products: none of which is computed from another.
-    """
+    """Products L_i R_j as blocks of one product; none of them is computed from another."""
 
     def __init__(self, products: list[Node]) -> None:
         self._products = {_factors(product): product for product in products}
@@ -111,7 +105,7 @@ class _Blocks:
         self._right = list(dict.fromkeys(right for _, right in self._products))
 
     def pays(self, wasteful: bool) -> bool:
-        """Whether to merge them saves time."""
+        """Whether merging them saves time."""
         if len(self._products) < 2:
             return False
         left, right = (sum(factor.size for factor in side) for side in (self._left, self._right))
@@ -126,11 +120,7 @@ class _Blocks:
         )
 
     def merge(self, graph: Graph, *, by_rows: bool) -> None:
-        """Put one product in the place of several.
-
-        With ``by_rows`` the factors are copied so that they lie by rows, which is how the products
-        of a CPU are fastest.
-        """
+        """Replace the products by one; ``by_rows``: copy factors row by row, as CPUs prefer."""
         with graph.inserting_before(next(iter(reversed(self._products.values())))):
             left = _together(graph, self._left, 0, by_rows=by_rows)
             right = _together(graph, self._right, 1, by_rows=by_rows)
@@ -146,17 +136,17 @@ class _Blocks:
                 graph.erase_node(product)
 
     def _share(self, graph: Graph, right: Node) -> None:
-        """Let other products with one of the right factors read the copy that lies by rows."""
+        """Let other products with one of the right factors read its row-by-row copy."""
         own = set(self._products.values())
         for node in graph.nodes:
             if _is_product(node) and node not in own:
                 _, factor = _factors(node)
-                if factor.flipped and factor in self._right and not _leads_to(node, {right}):
+                if factor.transposed and factor in self._right and not _leads_to(node, {right}):
                     node.args = (*node.args[:-1], _part(graph, right, 1, self._right, factor))
 
 
 def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
-    """Products that are connected by factors they share, or share one, if to merge them pays."""
+    """Products connected by common factors, or with one in common, where merging them pays."""
     groups: list[tuple[set[tuple[int, _Factor]], list[Node]]] = []
     for node in graph.nodes:
         if _is_product(node):
@@ -179,7 +169,7 @@ def _mergeable(graph: Graph, wasteful: bool) -> Iterator[_Blocks]:
 
 
 def _in_parts(graph: Graph, left: Node, right: Any, parts: int) -> Node:
-    """A product whose rows are computed in so many parts at once."""
+    """A product whose rows are computed in this many parts at the same time."""
     if parts == 1:
         return _call(graph, aten.mm.default, left, right)
     rows, inner = left.meta["val"].shape
@@ -191,8 +181,8 @@ def _in_parts(graph: Graph, left: Node, right: Any, parts: int) -> Node:
     return _call(graph, aten.view.default, product, [rows, columns])
 
 
-def _counts_on_layout(graph: Graph) -> bool:
-    """Whether something counts on how tensors lie."""
+def _depends_on_layout(graph: Graph) -> bool:
+    """Whether an operation depends on the memory layout of a tensor."""
     return any(node.target is aten.as_strided.default for node in graph.nodes)
 
 
@@ -207,14 +197,11 @@ def _factors(product: Node) -> tuple[_Factor, _Factor]:
     return _Factor.of(left), _Factor.of(right)
 
 
-def _together(graph: Graph, factors: list[_Factor], along: int, *, by_rows: bool = False) -> Node:
-    """Factors side by side; what is read by columns anyway stays in the order it lies in.
-
-    But not ``by_rows``, unless it is only one factor, which need not be copied.
-    """
-    if all(factor.flipped for factor in factors) and not (by_rows and len(factors) > 1):
-        return _flip(graph, _cat(graph, [factor.matrix for factor in factors], 1 - along))
-    whole = [_flip(graph, f.matrix) if f.flipped else f.matrix for f in factors]
+def _together(graph: Graph, factors: list[_Factor], along: int, *, by_rows: bool) -> Node:
+    """The factors concatenated. A transpose of them all is taken last, unless ``by_rows``."""
+    if all(factor.transposed for factor in factors) and not (by_rows and len(factors) > 1):
+        return _transpose(graph, _cat(graph, [factor.matrix for factor in factors], 1 - along))
+    whole = [_transpose(graph, f.matrix) if f.transposed else f.matrix for f in factors]
     return _cat(graph, whole, along)
 
 
@@ -222,12 +209,12 @@ def _cat(graph: Graph, matrices: list[Node], along: int) -> Node:
     return matrices[0] if len(matrices) == 1 else _call(graph, aten.cat.default, matrices, along)
 
 
-def _flip(graph: Graph, matrix: Node) -> Node:
+def _transpose(graph: Graph, matrix: Node) -> Node:
     return _call(graph, aten.permute.default, matrix, [1, 0])
 
 
 def _copy(graph: Graph, matrix: Any) -> Node:
-    """A copy that lies by rows."""
+    """A copy in row-major order."""
     return _call(graph, aten.clone.default, matrix, memory_format=torch.contiguous_format)
 
 
@@ -241,7 +228,7 @@ def _part(graph: Graph, whole: Node, dim: int, factors: list[_Factor], wanted: _
 
 
 def _call(graph: Graph, target: Callable[..., Any], *arguments: Any, **options: Any) -> Node:
-    """A node for a call, which knows what its value looks like."""
+    """A node for a call, with the shape and type of its value."""
     node = graph.call_function(target, arguments, options)
     values = torch.fx.node.map_arg(arguments, lambda argument: argument.meta["val"])
     first = values[0][0] if isinstance(values[0], list | tuple) else values[0]
