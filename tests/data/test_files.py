@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bilevel.data import DataSet, RemoteFile, cache_folder
-from bilevel.data.files import VARIABLE
+from bilevel.data.files import DATA_VARIABLE
 from bilevel.errors import ArgumentError, BilevelError, CorruptDataError, MissingDataError
 
 CONTENT = {"a.gz": b"first" * 1000, "b.gz": b"second"}
@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own, and no proxy between it and its server."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
     return tmp_path / "cache" / "bilevel" / "toy"
 
 
@@ -123,7 +123,7 @@ def test_without_a_network_the_error_says_which_files_to_put_where(cache: Path) 
     with pytest.raises(MissingDataError) as caught:
         toy(UNREACHABLE, f"{UNREACHABLE}/second").paths()
     message = str(caught.value)
-    for part in ("a.gz, b.gz", str(cache), "data_dir", VARIABLE, f"{UNREACHABLE}/second/a.gz"):
+    for part in ("a.gz, b.gz", str(cache), "data_dir", DATA_VARIABLE, f"{UNREACHABLE}/second/a.gz"):
         assert part in message
     assert list(cache.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_a_folder_of_the_users_is_read_without_the_network(
     given = tmp_path / "mine"
     folder = fill(given / inside)
     if by == "environment":
-        monkeypatch.setenv(VARIABLE, str(given))
+        monkeypatch.setenv(DATA_VARIABLE, str(given))
     paths = toy(UNREACHABLE).paths(given if by == "argument" else None)
     assert read(paths) == CONTENT
     assert {path.parent for path in paths} == {folder}
@@ -171,7 +171,7 @@ def test_a_folder_of_the_users_is_read_without_the_network(
 def test_the_argument_goes_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "elsewhere"))
     assert read(toy().paths(fill(tmp_path / "mine"))) == CONTENT
 
 

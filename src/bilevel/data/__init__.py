@@ -1,10 +1,10 @@
-"""Real data sets: downloaded once, verified by checksum, cached; or read from a folder, offline.
+"""Real data sets: downloaded once, verified by checksum and cached, or read offline from a folder.
 
     images, labels, *_ = bilevel.data.mnist()
 
-Without more, the files are fetched from public mirrors into the platform's cache folder. With
-``data_dir``, or the environment variable ``BILEVEL_DATA``, they are read from that folder and the
-network is left alone. Every file is verified by its SHA-256 each time it is read.
+By default the files are downloaded from public mirrors into the platform's cache folder. With
+``data_dir`` or the environment variable ``BILEVEL_DATA`` they are read from that folder, and the
+network is not used. The SHA-256 of every file is verified each time the file is read.
 """
 
 from bilevel.data.covertype import COVERTYPE, Covertype, covertype, read_covertype

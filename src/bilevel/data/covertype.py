@@ -7,18 +7,18 @@ import os
 import warnings
 import zipfile
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.data.files import DataSet, RemoteFile, readable
+from bilevel.data.files import DataSet, RemoteFile, existing_file
 from bilevel.errors import CorruptDataError
 
 _MEASURED, _AREAS, _SOILS = 10, 4, 40
 _UNREADABLE = (LookupError, ValueError, EOFError, OSError, zlib.error, zipfile.BadZipFile)
+"""The errors that gzip and NumPy raise for damaged files."""
 
 COVERTYPE = DataSet(
     "covtype",
@@ -36,7 +36,7 @@ COVERTYPE = DataSet(
         ),
     ),
 )
-"""The file (11 MB) and where it is to be had."""
+"""The file (11 MB) and its sources."""
 
 
 class Covertype(NamedTuple):
@@ -47,11 +47,12 @@ class Covertype(NamedTuple):
 
 
 def covertype(data_dir: str | os.PathLike[str] | None = None) -> Covertype:
-    """All patches; the labels are the published ones less 1, from 0 to 6.
+    """All patches; the labels are the published ones minus 1, from 0 to 6.
 
     Args:
-        data_dir: a folder that holds the file, or a folder ``covtype`` with it; None: the folder
-            that ``BILEVEL_DATA`` names, otherwise the cache, into which it is downloaded once.
+        data_dir: a folder that holds the file or a folder ``covtype`` with it. None: the folder
+            named by ``BILEVEL_DATA`` if that is set, otherwise the cache, into which the file is
+            downloaded once.
 
     Example:
         >>> patches = covertype()  # doctest: +SKIP
@@ -63,18 +64,18 @@ def covertype(data_dir: str | os.PathLike[str] | None = None) -> Covertype:
 
 
 def read_covertype(path: str | os.PathLike[str]) -> Covertype:
-    """The patches of the published file, or of an NPZ file.
+    """The patches of the published file, or of an NPZ file with the same data.
 
-    The former is gzipped text, 55 whole numbers to a line, the label last. The latter has the
-    arrays ``quant`` (count, 10), ``wilderness`` and ``soil`` (which of the 4 and 40 columns is 1)
-    and ``y``.
+    The published file is gzipped text with 55 whole numbers on each line, the label last. The NPZ
+    file has the arrays ``quant`` (count, 10), ``wilderness`` and ``soil`` (which of the 4 and 40
+    columns is 1) and ``y``.
 
     Raises:
-        CorruptDataError: it is neither, or not whole.
+        CorruptDataError: the file is neither of the two, or incomplete.
     """
-    path = readable(path)
+    path = existing_file(path)
     try:
-        if Path(path).suffix == ".npz":
+        if path.suffix == ".npz":
             with np.load(path) as parts:
                 one_hot = (
                     np.eye(_AREAS, dtype=np.float32)[parts["wilderness"]],
@@ -84,21 +85,13 @@ def read_covertype(path: str | os.PathLike[str]) -> Covertype:
                 labels = parts["y"]
         else:
             with gzip.open(path, "rt") as lines, warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of no lines: told below
+                warnings.simplefilter("ignore", UserWarning)  # An empty file is refused below.
                 table = np.loadtxt(lines, delimiter=",", dtype=np.float32, ndmin=2)
             features, labels = table[:, :-1], table[:, -1]
-    except (
-        KeyError,
-        IndexError,
-        ValueError,
-        EOFError,
-        OSError,
-        zlib.error,
-        zipfile.BadZipFile,
-    ) as e:
-        raise CorruptDataError(f"{Path(path)} is not a whole file of Covertype: {e}") from e
+    except _UNREADABLE as error:
+        raise CorruptDataError(f"{path} is not a whole file of Covertype: {error}") from error
     if features.shape[1] != _MEASURED + _AREAS + _SOILS:
-        raise CorruptDataError(f"{Path(path)} has {features.shape[1]} features, not 54")
+        raise CorruptDataError(f"{path} has {features.shape[1]} features, not 54")
     return Covertype(
         torch.from_numpy(np.ascontiguousarray(features)),
         torch.from_numpy(labels.astype(np.int64) - 1),

@@ -1,4 +1,4 @@
-"""Files of a data set: where they lie, how they come there, whether they are the right ones."""
+"""The files of a data set: locating, downloading and verifying them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from bilevel.errors import ArgumentError, ArgumentTypeError, CorruptDataError, MissingDataError
 from bilevel.errors.checks import checked_path
 
-VARIABLE = "BILEVEL_DATA"
-"""The environment variable that names a folder with data, as ``data_dir`` does."""
+DATA_VARIABLE = "BILEVEL_DATA"
+"""The environment variable that names a folder with data sets, as ``data_dir`` does."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _BLOCK = 1 << 20
@@ -25,11 +25,12 @@ _TIMEOUT = 30.0  # seconds without a byte before the next mirror is tried
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file known by its name and its SHA-256.
+    """A file that can be downloaded, identified by its name and its SHA-256.
 
     Attributes:
-        name, sha256: of the file.
-        addresses: where it is to be had under another name, tried after the mirrors.
+        name: the name of the file.
+        sha256: its checksum, 64 hexadecimal digits.
+        addresses: where the file is available under another name; tried after the mirrors.
     """
 
     name: str
@@ -45,13 +46,13 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A few files that belong together.
+    """The files of one data set.
 
     Attributes:
-        name: of the data set, and of its folder inside a folder with data.
-        files: what it consists of.
+        name: the name of the data set, and of its folder inside a folder with data sets.
+        files: the files of the data set.
         mirrors: addresses of folders that hold these files, in the order in which they are tried.
-        repacked: the same data in smaller files, which a folder of the user's may hold instead.
+        repacked: the same data in smaller files, which the user's folder may hold instead.
     """
 
     name: str
@@ -68,19 +69,19 @@ class DataSet:
         _check_addresses("mirrors", self.mirrors)
 
     def paths(self, data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-        """The files on this machine, each verified; downloaded where they have to be.
+        """The paths of the files on this machine, each verified, and downloaded if necessary.
 
         Args:
             data_dir: a folder with the files, or with a folder of the data set's name that holds
-                them; it is read only, and nothing is downloaded. None: the folder named by the
-                environment variable ``BILEVEL_DATA``; where that is not set either, the cache.
+                them; nothing is downloaded or written there. None: the folder named by the
+                environment variable ``BILEVEL_DATA`` if that is set, otherwise the cache.
 
         Raises:
-            MissingDataError: the folder lacks a file, or no mirror gave one.
-            CorruptDataError: a file has not the checksum it should have.
+            MissingDataError: the folder lacks a file, or no mirror delivered it.
+            CorruptDataError: the checksum of a file is wrong.
         """
-        given = os.environ.get(VARIABLE) or None
-        origin = VARIABLE
+        given = os.environ.get(DATA_VARIABLE) or None
+        origin = DATA_VARIABLE
         if data_dir is not None:
             given, origin = str(checked_path("data_dir", data_dir)), "data_dir"
         if given is not None:
@@ -102,7 +103,7 @@ class DataSet:
         if missing:
             raise MissingDataError(
                 f"{folder}, found by {origin}={str(given)!r}, lacks {', '.join(missing)}. Put them "
-                f"there; or give no {origin}, to have them downloaded"
+                f"there, or leave {origin} unset to have them downloaded"
             )
         return [_verified(folder / file.name, file) for file in self.files]
 
@@ -119,8 +120,8 @@ class DataSet:
         names = ", ".join(file.name for file in self.files)
         raise MissingDataError(
             f"{file.name} of {self.name} could not be downloaded ({'; '.join(failures)}). Without "
-            f"a network, put {names} into {folder}, or into any other folder and name that by "
-            f"data_dir= or the environment variable {VARIABLE}"
+            f"a network, put {names} into {folder}, or into any other folder that data_dir= or the "
+            f"environment variable {DATA_VARIABLE} names"
         )
 
 
@@ -128,7 +129,7 @@ def _check_name(name: str) -> None:
     if not isinstance(name, str):
         raise ArgumentTypeError(f"name must be text, not {name!r}")
     if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
-        raise ArgumentError(f"name must be that of a file, without folders, not {name!r}")
+        raise ArgumentError(f"name must be the name of a file without folders, not {name!r}")
 
 
 def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
@@ -139,8 +140,8 @@ def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
             raise ArgumentError(f"{name} must begin with https://, not {address!r}")
 
 
-def readable(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that is there; what is in it, its reader has to see."""
+def existing_file(path: str | os.PathLike[str]) -> Path:
+    """``path``, checked to be an existing file; its contents are not looked at."""
     file = checked_path("path", path)
     if not file.exists():
         raise MissingDataError(f"there is no file {str(file)!r} (path)")
@@ -152,8 +153,8 @@ def readable(path: str | os.PathLike[str]) -> Path:
 def cache_folder() -> Path:
     """Where downloads are kept: the folder ``bilevel`` in the platform's cache folder.
 
-    That is ``$XDG_CACHE_HOME``, where it is an absolute path; otherwise ``~/Library/Caches`` on
-    macOS, ``%LOCALAPPDATA%`` on Windows and ``~/.cache`` elsewhere.
+    The platform's cache folder is ``$XDG_CACHE_HOME`` if that is an absolute path; otherwise
+    ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows and ``~/.cache`` elsewhere.
     """
     wanted = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if wanted.is_absolute():
@@ -167,7 +168,7 @@ def cache_folder() -> Path:
 
 
 def _fetch(url: str, file: RemoteFile, folder: Path) -> None:
-    """Download into ``folder``; under its own name only once it is whole and verified."""
+    """Download into ``folder``; the file gets its final name only once it is verified."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=folder)
     part = Path(name)
@@ -178,7 +179,7 @@ def _fetch(url: str, file: RemoteFile, folder: Path) -> None:
         found = _sha256(part)
         if found != file.sha256:
             raise CorruptDataError(
-                f"what came ({part.stat().st_size} bytes) has the SHA-256 {found}, "
+                f"the download ({part.stat().st_size} bytes) has the SHA-256 {found}, "
                 f"not {file.sha256}, and was removed"
             )
         part.replace(folder / file.name)
@@ -189,10 +190,10 @@ def _fetch(url: str, file: RemoteFile, folder: Path) -> None:
 def _verified(path: Path, file: RemoteFile) -> Path:
     found = _sha256(path)
     if found != file.sha256:
-        # what lies under its final name was verified when it came: a wrong one may be the user's
+        # Downloads were verified before they got this name, so the file may be the user's own.
         raise CorruptDataError(
             f"{path} ({path.stat().st_size} bytes) has the SHA-256 {found}, not {file.sha256}; it "
-            f"is incomplete or another file. It was left as it is: replace it, or remove it"
+            f"is incomplete or a different file. It was not changed: replace it or remove it"
         )
     return path
 

@@ -36,11 +36,11 @@ MNIST = DataSet(
         "https://storage.googleapis.com/cvdf-datasets/mnist",
     ),
 )
-"""The four files (11.6 MB) and where they are to be had."""
+"""The four files (11.6 MB) and their sources."""
 
 
 class Mnist(NamedTuple):
-    """The digits: images uint8 (count, 28, 28), ink being 255; labels int64 (count)."""
+    """The digits: images uint8 (count, 28, 28), where 255 is ink; labels int64 (count)."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -52,9 +52,9 @@ def mnist(data_dir: str | os.PathLike[str] | None = None) -> Mnist:
     """The 60,000 training and the 10,000 test digits.
 
     Args:
-        data_dir: a folder that holds the four gzipped idx files, or a folder ``mnist`` with them;
-            None: the folder that ``BILEVEL_DATA`` names, otherwise the cache, into which they are
-            downloaded once.
+        data_dir: a folder that holds the four gzipped idx files or a folder ``mnist`` with them.
+            None: the folder named by ``BILEVEL_DATA`` if that is set, otherwise the cache, into
+            which the files are downloaded once.
 
     Example:
         >>> digits = mnist()  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""20 Newsgroups: 18,846 messages to 20 groups, sorted by date (Lang 1995; Rennie)."""
+"""20 Newsgroups: 18,846 messages to 20 groups, split by date (Lang 1995; Rennie)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import lzma
 import os
 import tarfile
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bilevel.data.files import DataSet, RemoteFile, readable
+from bilevel.data.files import DataSet, RemoteFile, existing_file
 from bilevel.errors import CorruptDataError
 
 NEWSGROUPS = DataSet(
@@ -32,11 +31,11 @@ NEWSGROUPS = DataSet(
         ),
     ),
 )
-"""The archive (14 MB) and where it is to be had."""
+"""The archive (14 MB) and its sources."""
 
 
 class Newsgroups(NamedTuple):
-    """The messages with their headers; labels int64, which count the names."""
+    """The messages with their headers; labels int64, indices into ``names``."""
 
     train_texts: list[str]
     train_labels: Tensor
@@ -49,8 +48,9 @@ def newsgroups(data_dir: str | os.PathLike[str] | None = None) -> Newsgroups:
     """The 11,314 training and the 7,532 test messages, in the order of groups and file names.
 
     Args:
-        data_dir: a folder that holds the archive, or a folder ``20news`` with it; None: the folder
-            that ``BILEVEL_DATA`` names, otherwise the cache, into which it is downloaded once.
+        data_dir: a folder that holds the archive or a folder ``20news`` with it. None: the folder
+            named by ``BILEVEL_DATA`` if that is set, otherwise the cache, into which the archive
+            is downloaded once.
 
     Example:
         >>> messages = newsgroups()  # doctest: +SKIP
@@ -65,9 +65,9 @@ def read_newsgroups(path: str | os.PathLike[str]) -> Newsgroups:
     """The messages of an archive of files ``20news-bydate-train/GROUP/NUMBER`` and ``-test/``.
 
     Raises:
-        CorruptDataError: it is not such an archive, or not whole.
+        CorruptDataError: the file is not such an archive, or incomplete.
     """
-    path = readable(path)
+    path = existing_file(path)
     messages: dict[str, dict[tuple[str, str], str]] = {"train": {}, "test": {}}
     try:
         with tarfile.open(path) as archive:
@@ -78,10 +78,10 @@ def read_newsgroups(path: str | os.PathLike[str]) -> Newsgroups:
                 if part in messages and file is not None:
                     messages[part][folders[1], name] = file.read().decode("latin1")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise CorruptDataError(f"{Path(path)} is not a whole archive: {error}") from error
+        raise CorruptDataError(f"{path} is not a whole archive: {error}") from error
     names = sorted({group for part in messages.values() for group, _ in part})
     if not all(messages.values()):
-        raise CorruptDataError(f"{Path(path)} has no training messages, or none to test")
+        raise CorruptDataError(f"{path} has no training messages, or none to test with")
     texts, labels = {}, {}
     for part, found in messages.items():
         places = sorted(found)

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: 40,000 lines of the plays, 65 kinds of characters (Karpathy 2015)."""
+"""Tiny Shakespeare: 40,000 lines of the plays, 65 different characters (Karpathy 2015)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import os
 import zlib
 
-from bilevel.data.files import DataSet, RemoteFile, readable
+from bilevel.data.files import DataSet, RemoteFile, existing_file
 from bilevel.errors import CorruptDataError
 
 SHAKESPEARE = DataSet(
@@ -19,16 +19,16 @@ SHAKESPEARE = DataSet(
         ),
     ),
 )
-"""The file (1.1 MB) and where it is to be had."""
+"""The file (1.1 MB) and its sources."""
 
 
 def shakespeare(data_dir: str | os.PathLike[str] | None = None) -> str:
     """The text, 1,115,394 characters.
 
     Args:
-        data_dir: a folder that holds the file, or a folder ``tinyshakespeare`` with it; None: the
-            folder that ``BILEVEL_DATA`` names, otherwise the cache, into which it is downloaded
-            once.
+        data_dir: a folder that holds the file or a folder ``tinyshakespeare`` with it. None: the
+            folder named by ``BILEVEL_DATA`` if that is set, otherwise the cache, into which the
+            file is downloaded once.
 
     Example:
         >>> shakespeare()[:14]  # doctest: +SKIP
@@ -42,14 +42,16 @@ def read_shakespeare(path: str | os.PathLike[str]) -> str:
     """The text of the published file, or of the same file gzipped.
 
     Raises:
-        CorruptDataError: it is neither, or not whole.
+        CorruptDataError: the file is neither of the two, or incomplete.
     """
-    path = readable(path)
+    path = existing_file(path)
     content = path.read_bytes()
     try:
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("ascii")
     except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
         raise CorruptDataError(f"{path} is not a whole plain text: {error}") from error
     if not text or "\0" in text:
-        raise CorruptDataError(f"{path} is not a whole plain text: it is empty, or not text")
+        raise CorruptDataError(
+            f"{path} is not a whole plain text: it is empty or contains zero bytes"
+        )
     return text

@@ -1,13 +1,11 @@
-"""Exact hypergradients and what a run is measured against.
+"""Exact hypergradients, and the quantities against which a run is measured.
 
-Second derivatives are used here and in the second-order methods only. Nothing in this file is meant
-for the inside of a training loop: it answers "is my problem set up right?" and "how far is the
-method from the truth?".
+This file answers two questions: is the problem set up right, and how far is a method from the
+truth? Nothing in it is meant for the inside of a training loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +13,15 @@ import torch
 from torch import Tensor
 
 from bilevel.engine import EagerEvaluator
-from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_flag, check_tensor, checked_number
 from bilevel.methods import Method, PenaltyMethod, method_of
-from bilevel.methods.implicit import Slope, gradient
 from bilevel.problem import Phi, Problem, Stencil
+from bilevel.problems.exact import implicit_gradient, solve_lower, upper_slope
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.sampling import Draw, NoData, Sample
-from bilevel.variables import Variable, conjugate_gradients, dense, flat, held, unflat
+from bilevel.variables import Variable, dense, flat, held
 
 
 def hypergradient(
@@ -42,14 +40,15 @@ def hypergradient(
     The linear system is solved by conjugate gradients on Hessian-vector products.
 
     Args:
-        x: where; a tensor, tree or module.
+        problem: the problem, with an unconstrained lower level.
+        x: the point; a tensor, tree or module.
         y: a starting guess for y*(x).
-        upper_batch, lower_batch: what the objectives are evaluated on.
-        solve: find y*(x) from ``y`` first, by Newton's method; False: take ``y`` as it is.
+        upper_batch, lower_batch: the batches on which the objectives are evaluated.
+        solve: True: find y*(x) from ``y`` first, by Newton's method; False: use ``y`` unchanged.
 
     Returns:
-        The gradient in the structure of x (a module becomes a dict of its parameters' names, a
-        table a tensor).
+        The gradient in the structure of x. For a module it is a dict that maps parameter names to
+        tensors, for a table a tensor.
 
     Example:
         >>> import torch, bilevel
@@ -64,8 +63,8 @@ def hypergradient(
     sample = Sample(upper_batch, lower_batch)
     with torch.enable_grad():
         if solve:
-            _minimise(problem, at_x, at_y, sample, strength=0.0)
-        return at_x.structured(_implicit_gradient(problem, at_x, at_y, sample))
+            solve_lower(problem, at_x, at_y, sample)
+        return at_x.structured(implicit_gradient(problem, at_x, at_y, sample))
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class HypergradientCheck:
         exact: the exact hypergradient, in the structure of x.
         direction: the method's x direction when its lower problems are solved exactly.
         relative_error: ||direction - exact|| / ||exact||.
-        cosine: of the angle between the two.
+        cosine: the cosine of the angle between direction and exact.
         multiplier: the multiplier at which the direction was taken.
     """
 
@@ -105,15 +104,16 @@ def check_hypergradient(
 ) -> HypergradientCheck:
     """How far a method's direction is from the exact hypergradient at x.
 
-    The lower problems of the method are solved exactly first, so what is measured is the bias of
-    the method itself: O(1/lam) for F2SA and F3SA.
+    The lower problems of the method are solved exactly first, so the result is the bias of the
+    method itself: O(1/lam) for F2SA and F3SA.
 
     Args:
-        x: where; a tensor, tree or module.
+        problem: the problem, with an unconstrained lower level.
+        x: the point; a tensor, tree or module.
         y: a starting guess for y*(x).
         method: a name in :data:`bilevel.METHODS` or a method object.
-        multiplier: lam; None: the method's own at k = 0.
-        upper_batch, lower_batch: what the objectives are evaluated on.
+        multiplier: lam; None: the method's own multiplier at k = 0.
+        upper_batch, lower_batch: the batches on which the objectives are evaluated.
 
     Example:
         >>> import bilevel
@@ -123,26 +123,14 @@ def check_hypergradient(
         True
     """
     _check_problem(problem)
-    chosen = method_of(method)
-    stencil = chosen.stencil if isinstance(chosen, PenaltyMethod) else None
-    if not isinstance(chosen, PenaltyMethod) or stencil is None:
-        raise ArgumentTypeError(
-            f"method must be one whose x direction is a finite difference, such as F2SA, "
-            f"not {chosen!r}"
-        )
-    lam = chosen.rates.multiplier(0) if multiplier is None else multiplier
-    lam = checked_number("multiplier", lam, above=True)
+    stencil, lam = _stencil_and_multiplier(method_of(method), multiplier)
     sample = Sample(upper_batch, lower_batch)
     at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
     with torch.enable_grad():
-        _minimise(problem, at_x, at_y, sample, strength=0.0)
-        exact = _implicit_gradient(problem, at_x, at_y, sample)
+        solve_lower(problem, at_x, at_y, sample)
+        exact = implicit_gradient(problem, at_x, at_y, sample)
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
-        with held(*points):
-            evaluator = EagerEvaluator(problem, Draw(NoData(), NoData()))
-            phi = Phi(stencil, at_x, points, lam)
-            evaluator.backward(evaluator.evaluate(phi, [sample] * len(points)), 1.0, lam)
-    direction = dense(at_x.take_grads())
+        direction = _stencil_direction(problem, stencil, lam, at_x, points, sample)
     truth, found = flat(exact), flat(direction)
     return HypergradientCheck(
         exact=at_x.structured(exact),
@@ -155,7 +143,7 @@ def check_hypergradient(
 
 @dataclass(frozen=True)
 class TrackingErrors:
-    """How far the two copies are from what they follow, one number per run.
+    """The distances of the two copies of y from their solutions, one number per run.
 
     Attributes:
         y: ||y - y*_lam(x)||.
@@ -174,8 +162,8 @@ def tracking_errors(
     Example:
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
-        >>> solver = bilevel.Solver(problem, problem.x0, problem.y0,
-        ...                         method=bilevel.F2SA(lower_lr=1.0, inner_steps=500))
+        >>> solver = bilevel.Solver(problem, bilevel.F2SA(lower_lr=1.0, inner_steps=500),
+        ...                         problem.x0, problem.y0)
         >>> x_0 = solver.x
         >>> info = solver.step()
         >>> errors = bilevel.diagnostics.tracking_errors(
@@ -185,13 +173,13 @@ def tracking_errors(
     """
     if not isinstance(problem, KnownProblem):
         raise ArgumentTypeError(
-            f"problem must be one with known answers, of bilevel.problems, not {problem!r}"
+            f"problem must be one of bilevel.problems, whose answers are known, not {problem!r}"
         )
     for name, copy in (("y", y), ("z", z)):
         check_tensor(name, copy)
         if copy.shape[-1:] != problem.y0.shape[-1:]:
             raise ArgumentError(
-                f"{name} has the shape {tuple(copy.shape)}, but that of the problem is "
+                f"{name} has the shape {tuple(copy.shape)}, but y of this problem has the shape "
                 f"{tuple(problem.y0.shape)}"
             )
     with torch.no_grad():
@@ -220,25 +208,32 @@ def _check_problem(problem: Problem) -> None:
         raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
     if problem.y_set is not None:
         raise ArgumentError(
-            f"the problem has y_set={problem.y_set!r}, but the implicit function theorem as used "
-            f"here is for an unconstrained lower level"
+            f"the problem has y_set={problem.y_set!r}, but the exact hypergradient is available "
+            f"only for an unconstrained lower level"
         )
+
+
+def _stencil_and_multiplier(method: Method[Any], multiplier: float | None) -> tuple[Stencil, float]:
+    stencil = method.stencil if isinstance(method, PenaltyMethod) else None
+    if not isinstance(method, PenaltyMethod) or stencil is None:
+        raise ArgumentTypeError(
+            f"method must be one whose x direction is a finite difference, such as F2SA, "
+            f"not {method!r}"
+        )
+    lam = method.rates.multiplier(0) if multiplier is None else multiplier
+    return stencil, checked_number("multiplier", lam, above=True)
 
 
 def _solved_points(
     problem: Problem, stencil: Stencil, lam: float, x: Variable, y: Variable, sample: Sample
 ) -> list[Variable]:
-    """The points of a stencil with every copy at the minimum that it follows, from y = y*(x)."""
+    """The points of a stencil, each at the minimum that it follows, found from y = y*(x)."""
     points = stencil.points(y.clone())
     for _ in range(100 if stencil.f_at_centre else 1):
-        tilt = None
-        if stencil.f_at_centre:
-            with held(x):
-                f = problem.f(x, points[-1], sample.upper)
-                tilt = [g.detach() for g in gradient(f, points[-1].leaves)]
+        tilt = upper_slope(problem, x, points[-1], sample) if stencil.f_at_centre else None
         before = flat(points[0].leaves).detach().clone()
         for copy, strength in zip(points, stencil.strengths, strict=False):
-            _minimise(problem, x, copy, sample, strength / lam, tilt)
+            solve_lower(problem, x, copy, sample, strength / lam, tilt)
         stencil.recentre(points)
         moved = (flat(points[0].leaves).detach() - before).norm()
         if moved <= 100 * torch.finfo(before.dtype).eps * before.norm():
@@ -246,84 +241,17 @@ def _solved_points(
     return points
 
 
-def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
-    f = problem.f(x, y, sample.upper)
-    f_x = gradient(f, x.leaves, retain_graph=True)
-    f_y = flat(gradient(f, y.leaves))
-    slope = Slope.of(problem.g(x, y, sample.lower), y.leaves, "the exact hypergradient")
-    adjoint = conjugate_gradients(slope.hessian_product, f_y)
-    left = float((f_y - slope.hessian_product(adjoint)).norm() / f_y.norm()) if f_y.any() else 0.0
-    if not left <= torch.finfo(f_y.dtype).eps ** 0.5:
-        raise NotConvergedError(
-            f"conjugate gradients left a relative residual of {left:.2e}; the lower level is not "
-            f"strongly convex here, or too badly conditioned for {f_y.dtype}"
-        )
-    mixed = slope.mixed_product(adjoint, x)
-    return [a - b for a, b in zip(f_x, mixed, strict=True)]
-
-
-def _minimise(
+def _stencil_direction(
     problem: Problem,
+    stencil: Stencil,
+    lam: float,
     x: Variable,
-    y: Variable,
+    points: list[Variable],
     sample: Sample,
-    strength: float,
-    tilt: list[Tensor] | None = None,
-) -> None:
-    """Move y to argmin_y g(x, y) + strength * f(x, y), by Newton's method.
-
-    With ``tilt`` the linear function of that slope stands in for f.
-    """
-
-    def objective() -> Tensor:
-        value = problem.g(x, y, sample.lower)
-        if tilt is not None:
-            return value + strength * (flat(tilt) @ flat(y.leaves))
-        return value + strength * problem.f(x, y, sample.upper) if strength else value
-
-    eps = torch.finfo(y.leaves[0].dtype).eps
-    with held(x):
-        first = before = None
-        for _ in range(100):
-            value = objective()
-            slope = Slope.of(value, y.leaves, "the exact hypergradient")
-            descent = slope.vector.detach()
-            size = float(descent.norm())
-            first = size if first is None else first
-            if size <= 100 * eps * min(first, 1.0):
-                return
-            # Rounding ends the descent where the gradient is tiny and falls no more.
-            tiny = size <= max(eps**0.5 * first, 100 * eps)
-            if tiny and before is not None and size > 0.5 * before:
-                return
-            before = size
-            step = conjugate_gradients(slope.hessian_product, descent)
-            if not _line_search(objective, y, step, float(value.detach()), float(descent @ step)):
-                if tiny:
-                    return
-                break
-    raise NotConvergedError(
-        f"the lower level could not be solved to machine precision (gradient norm {size:.2e}); is "
-        f"g strongly convex in y, twice differentiable, and y a reasonable start?"
-    )
-
-
-@torch.no_grad()
-def _line_search(
-    objective: Callable[[], Tensor], y: Variable, step: Tensor, value: float, decrease: float
-) -> bool:
-    """Move y against ``step``, halved until the objective falls; False: it does not."""
-    start = flat(y.leaves).clone()
-    slack = 4 * torch.finfo(start.dtype).eps * abs(value)
-    for halvings in range(40):
-        length = 0.5**halvings
-        _write(y, start - length * step)
-        if float(objective()) <= value - 1e-4 * length * decrease + slack:
-            return halvings < 30
-    _write(y, start)
-    return False
-
-
-def _write(variable: Variable, vector: Tensor) -> None:
-    for leaf, part in zip(variable.leaves, unflat(vector, variable.leaves), strict=True):
-        leaf.copy_(part)
+) -> list[Tensor]:
+    """The x direction that a method with this stencil takes at these points."""
+    evaluator = EagerEvaluator(problem, Draw(NoData(), NoData()))
+    with held(*points):
+        found = evaluator.evaluate(Phi(stencil, x, points, lam), [sample] * len(points))
+        evaluator.backward(found, 1.0, lam)
+    return dense(x.take_grads())
