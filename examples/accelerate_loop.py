@@ -47,6 +47,7 @@ def solver(accelerator: Accelerator, steps: int) -> bilevel.Solver:
         torch.zeros(SOURCES),
         model(),
         method=method(steps),
+        accumulate=True,
         upper_data=target,
         lower_data=training,
         device=accelerator.device,

@@ -41,6 +41,7 @@ class BilevelTrainer(Trainer):  # type: ignore[misc]
                 torch.zeros(SOURCES, device=self.args.device),
                 self.accelerator.unwrap_model(model),
                 method=method(self.state.max_steps),
+                accumulate=True,
                 upper_data=DataLoader(self.eval_dataset, batch_size=16, shuffle=True),
                 lower_data=lambda _: (self.batch["tokens"], self.batch["source"]),
                 device=self.args.device,

@@ -61,6 +61,7 @@ class Mixture(lightning.LightningModule):  # type: ignore[misc]
                 torch.zeros(SOURCES, device=self.device),
                 self.model,
                 method=method(self.steps),
+                accumulate=True,
                 upper_data=DataLoader(TensorDataset(target_rows()), batch_size=16, shuffle=True),
                 lower_data=lambda _: self.batch,
                 device=self.device,

@@ -79,7 +79,6 @@ def method(steps: int) -> bilevel.F2SA:
     return bilevel.F2SA(
         inner_steps=1,
         single_pass=True,
-        accumulate=True,
         lower_optimizer=optimizer,
         upper_optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
     )

@@ -1,4 +1,4 @@
-"""``bilevel bench auto``: what it compares, and what counts as passed."""
+"""``python -m benchmarks auto``: what it compares, and what counts as passed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bilevel.benchmarks import auto
-from bilevel.cli.app import app
+from benchmarks import auto
+from benchmarks.commands import app
 
 
 def _small() -> auto.Task:
@@ -74,7 +74,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
     )
     file = tmp_path / "auto.json"
     result = CliRunner().invoke(
-        app, ["bench", "auto", "--no-mnist", "--data-dir", str(tmp_path), "--json", str(file)]
+        app, ["auto", "--no-mnist", "--data-dir", str(tmp_path), "--json", str(file)]
     )
     assert result.exit_code == 0, result.output
     assert "3/3" in result.output  # tasks of one name are one line

@@ -1,4 +1,4 @@
-"""``bilevel bench cleaning`` in small."""
+"""``python -m benchmarks cleaning`` in small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 
-from bilevel.benchmarks import cleaning
-from bilevel.benchmarks.cleaning import Case, Noise, Split
+from benchmarks import cleaning
+from benchmarks.cleaning import Case, Noise, Split
 from bilevel.data import Covertype, Mnist, Newsgroups
 from bilevel.errors import ArgumentError
 

@@ -1,4 +1,4 @@
-"""``bilevel bench kill-resume`` in small, without what takes a compiler."""
+"""``python -m benchmarks kill-resume`` in small, without what takes a compiler."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bilevel.benchmarks import kill_resume
-from bilevel.benchmarks.kill_resume import DAMAGES, TASKS, Killer, Row
+from benchmarks import kill_resume
+from benchmarks.kill_resume import DAMAGES, TASKS, Killer, Row
 from bilevel.methods import METHODS
 
 INTERPRETED = [name for name in TASKS if name != "compiled"]

@@ -1,29 +1,25 @@
-"""``bilevel bench many``: what it measures and writes; how long it takes, no test can say."""
+"""``python -m benchmarks many``: what it measures and writes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from bilevel.benchmarks import many
-from bilevel.cli.app import app
+from benchmarks import many
+from benchmarks.commands import app
 from bilevel.errors import ArgumentError
 from bilevel.run import minimize, minimize_many
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many.py"
 
 
 def test_the_command_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "SAMPLES", 60)
     monkeypatch.setattr(many, "PIXELS", 5)
     file = tmp_path / "many.json"
-    command = ["bench", "many", "--runs", "3", "--steps", "1", "--repeats", "2", "--threads", "1"]
+    command = ["many", "--runs", "3", "--steps", "1", "--repeats", "2", "--threads", "1"]
     result = CliRunner().invoke(app, [*command, "--json", str(file)])
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())
@@ -50,11 +46,3 @@ def test_both_ways_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_measured_is_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=name):
         many.run(**{name: 0})
-
-
-def test_the_script_is_the_command() -> None:
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--runs", "0"], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2
-    assert "--runs" in run.stderr

@@ -1,4 +1,4 @@
-"""``bilevel bench methods``: what it counts and writes, and how it takes a method that fails."""
+"""``python -m benchmarks methods``: what it counts and writes, and methods that fail."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bilevel.benchmarks import methods, report
-from bilevel.benchmarks.methods import Case
-from bilevel.cli.app import app
+from benchmarks import methods, report
+from benchmarks.commands import app
+from benchmarks.methods import Case
+from bilevel.experiments import torch_threads
 from bilevel.methods import METHODS
 
 BY_NAME = {case.name: case for case in methods.CASES}
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "methods.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_method_that_moves_x_is_measured() -> None:
@@ -67,7 +68,7 @@ def test_the_command_prints_one_table_and_writes_one_file(
     file = tmp_path / "deep" / "methods.json"
     before = torch.get_num_threads()
     result = CliRunner().invoke(
-        app, ["bench", "methods", "--seed", "1", "--repeats", "1", "--json", str(file)]
+        app, ["methods", "--seed", "1", "--repeats", "1", "--json", str(file)]
     )
     assert result.exit_code == 0, result.output
     assert torch.get_num_threads() == before
@@ -92,17 +93,16 @@ def test_the_seed_is_of_the_quadratic() -> None:
     assert steps[0] == steps[1] != steps[2]
 
 
-def test_the_script_is_the_command() -> None:
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--repeats", "0"], capture_output=True, text=True, check=False
-    )
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "benchmarks", "methods", "--repeats", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert run.returncode == 2
     assert "--repeats" in run.stderr
 
 
 def test_threads_are_given_back_after_an_error() -> None:
     before = torch.get_num_threads()
-    with suppress(KeyError), report.threads(before + 1):
+    with suppress(KeyError), torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before

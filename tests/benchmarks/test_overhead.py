@@ -1,4 +1,4 @@
-"""``bilevel bench overhead``: all contestants compute the same, and are timed."""
+"""``python -m benchmarks overhead``: all contestants compute the same, and are timed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bilevel.benchmarks import overhead
-from bilevel.benchmarks.overhead import by_hand
-from bilevel.benchmarks.overhead.task import Task
+from benchmarks import overhead
+from benchmarks.overhead import by_hand
+from benchmarks.overhead.task import Task
 
 
 def task() -> Task:
@@ -25,7 +25,7 @@ def test_all_that_is_written_by_hand_takes_the_same_steps(make: Any) -> None:
 
 def test_in_jax_one_scalar_has_the_three_gradients() -> None:
     jax = pytest.importorskip("jax")
-    from bilevel.benchmarks.overhead import in_jax
+    from benchmarks.overhead import in_jax
 
     found, known = in_jax.one_scalar(task())(20), in_jax.three_gradients(task())(20)
     assert jax.numpy.abs(known[0] - task().problem.x0.numpy()).max() > 1e-3
@@ -35,7 +35,7 @@ def test_in_jax_one_scalar_has_the_three_gradients() -> None:
 
 def test_in_jax_the_losses_are_those_of_the_problem() -> None:
     jax = pytest.importorskip("jax")
-    from bilevel.benchmarks.overhead import in_jax
+    from benchmarks.overhead import in_jax
 
     problem, rows = task().problem, torch.arange(7)
     x, y = torch.linspace(-1, 1, 200), torch.randn(10, 785, generator=torch.manual_seed(0))

@@ -1,4 +1,4 @@
-"""``bilevel bench peers``: clock, crossings, table and the protocol, without any peer."""
+"""``python -m benchmarks peers``: clock, crossings, table and the protocol, without any peer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bilevel.benchmarks.peers import environment, race
-from bilevel.benchmarks.peers.environment import Environment
-from bilevel.benchmarks.peers.lineup import LINEUP, Contestant, grid
-from bilevel.benchmarks.peers.race import Row
-from bilevel.benchmarks.peers.starter import AT_LEAST, SPACING, Kept, Log, follow
-from bilevel.benchmarks.peers.task import Task
-from bilevel.cli.app import app
+from benchmarks.commands import app
+from benchmarks.peers import environment, race
+from benchmarks.peers.environment import Environment
+from benchmarks.peers.lineup import LINEUP, Contestant, grid
+from benchmarks.peers.race import Row
+from benchmarks.peers.starter import AT_LEAST, SPACING, Kept, Log, follow
+from benchmarks.peers.task import Task
 from bilevel.errors import ArgumentError, BilevelError
 from bilevel.experiments.judge import TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
@@ -237,7 +237,7 @@ def test_the_command_races_in_processes_and_reports_who_could_not(
     monkeypatch.setattr(environment, "prepare", lambda: here)
     file = tmp_path / "peers.json"
     result = CliRunner().invoke(
-        app, ["bench", "peers", "--seconds", "0.1", "--repeats", "2", "--json", str(file)]
+        app, ["peers", "--seconds", "0.1", "--repeats", "2", "--json", str(file)]
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())

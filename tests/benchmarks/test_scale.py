@@ -1,4 +1,4 @@
-"""``bilevel bench scale`` in small: every size has its figures; how large, no test can say."""
+"""``python -m benchmarks scale`` on small problems: every size has its figures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import bilevel
-from bilevel.benchmarks import scale
-from bilevel.benchmarks.overhead.task import Task
-from bilevel.cli.app import app
+from benchmarks import scale
+from benchmarks.commands import app
+from benchmarks.overhead.task import Task
 from bilevel.errors import ArgumentError
 from bilevel.run import Solver
 
@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_the_command_varies_one_size_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
-    command = ["bench", "scale", "--repeats", "2", "--no-compiled", "--json", str(file)]
+    command = ["scale", "--repeats", "2", "--no-compiled", "--json", str(file)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""``bilevel bench lm`` in small."""
+"""``python -m benchmarks lm`` in small."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bilevel.benchmarks import lm
+from benchmarks import lm
 
 
 @pytest.mark.filterwarnings("ignore:.*CPU autocast.*:UserWarning")

@@ -1,11 +1,11 @@
-"""``bilevel bench soak`` in small, without what takes a compiler."""
+"""``python -m benchmarks soak`` in small, without what takes a compiler."""
 
 from __future__ import annotations
 
 import pytest
 
-from bilevel.benchmarks import soak
-from bilevel.benchmarks.soak import Row
+from benchmarks import soak
+from benchmarks.soak import Row
 from bilevel.errors import ArgumentError
 from bilevel.methods import F2SA, Info
 from bilevel.run import Solver

@@ -1,4 +1,4 @@
-"""``bilevel bench table``: every size has its figures; how large they are, no test can say."""
+"""``python -m benchmarks table`` on small problems: every size has its figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bilevel.benchmarks import table
-from bilevel.cli.app import app
+from benchmarks import table
+from benchmarks.commands import app
 from bilevel.errors import ArgumentError
 
 
@@ -17,7 +17,7 @@ def test_the_command_measures_every_size(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(table, "TENSOR_LIMIT", 10_000)
     file = tmp_path / "table.json"
     result = CliRunner().invoke(
-        app, ["bench", "table", "--largest", "100000", "--repeats", "2", "--json", str(file)]
+        app, ["table", "--largest", "100000", "--repeats", "2", "--json", str(file)]
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bilevel
-from bilevel.benchmarks.methods import Case
+from benchmarks.methods import Case
 from bilevel.problems import Quadratic
 from tests.methods.test_contract import variants
 

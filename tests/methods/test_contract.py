@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.benchmarks import methods
-from bilevel.benchmarks.methods import Case
+from benchmarks import methods
+from benchmarks.methods import Case
 from bilevel.errors import ObjectiveError, StateError
 from bilevel.methods import METHODS, Info
 from bilevel.methods.f2ba import Nesterov

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import bilevel
+from benchmarks import methods
 from bilevel import F2SA, Outcome
-from bilevel.benchmarks import methods
 from bilevel.errors import ArgumentError, DivergenceError, DivergenceWarning, NonFiniteError
 from bilevel.methods import METHODS
 from bilevel.problems import Quadratic

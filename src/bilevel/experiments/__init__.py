@@ -1,1 +1,10 @@
-"""The paper's experiments, each one function that returns its figures."""
+"""The paper's experiments, each a module with a function that returns its figures.
+
+Beside them stands what every long command needs: a ledger of its finished parts and a description
+of the machine.
+"""
+
+from bilevel.experiments.ledger import Ledger
+from bilevel.experiments.machine import Machine, torch_threads
+
+__all__ = ["Ledger", "Machine", "torch_threads"]

@@ -144,6 +144,7 @@ class DataMixer:
             callback=recorder,
             record_every=record_every,
             checkpoint=checkpoint,
+            accumulate=isinstance(self.method, F2SA),  # the activations of one copy at a time
         )
         curves = recorder.at(result.history["step"].tolist())
         weights = result.x.softmax(0).double().tolist()
@@ -196,7 +197,7 @@ class _WeightRecorder:
 def _adamw(
     model_lr: float = 3e-3, weight_lr: float | None = None, multiplier: float = 10.0
 ) -> F2SA:
-    """F2SA at three gradients per step, holding the activations of one copy at a time."""
+    """F2SA at three gradients per step."""
     checked_number("model_lr", model_lr, above=True)
     if weight_lr is None:
         # AdamW moves the model by about model_lr per step, however large the gradient is. With a
@@ -207,7 +208,6 @@ def _adamw(
         multiplier=checked_number("multiplier", multiplier, above=True),
         inner_steps=1,
         single_pass=True,
-        accumulate=True,
         lower_optimizer=lambda params: torch.optim.AdamW(params, lr=model_lr, betas=(0.9, 0.95)),
     )
 

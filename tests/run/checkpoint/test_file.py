@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import bilevel
-from bilevel.benchmarks.kill_resume import DAMAGES, damage
+from benchmarks.kill_resume import DAMAGES, damage
 from bilevel.errors import BilevelError, CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint import read, write
 

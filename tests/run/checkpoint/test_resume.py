@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
+from benchmarks.kill_resume import TASKS, digest
 from bilevel import F2SA, Checkpoint, Outcome, Problem, Solver, Table
-from bilevel.benchmarks.kill_resume import TASKS, digest
 from bilevel.errors import CheckpointError, CheckpointWarning
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic

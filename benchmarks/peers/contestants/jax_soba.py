@@ -1,0 +1,64 @@
+"""SOBA in JAX with ``lax.scan``: y, the adjoint v and x move together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.peers.contestants.jax_task import JaxTask, start
+from benchmarks.peers.task import Task
+
+
+def solve(
+    task: Task,
+    *,
+    seed: int,
+    lower_lr: float,
+    per_visit: float,
+    box: bool = True,
+    batch_size: int = 500,
+    chunk: int = 10,
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the weights.
+
+    Args:
+        task: the data.
+        seed: of the minibatches.
+        lower_lr: of y and of v.
+        per_visit: the step of x_i each time that sample i is drawn.
+        box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
+        batch_size: samples of each kind.
+        chunk: steps after which weights are given.
+    """
+    weight = (lambda x: x) if box else jax.nn.sigmoid
+
+    def step(data: JaxTask, state: Any, key: Any) -> Any:
+        x, y, v = state
+        index, trusted = data.draw(key, batch_size)
+
+        def lower_gradient(x: Any, y: Any) -> Any:
+            return jax.grad(lambda y: data.weighted(weight(x), y, index))(y)
+
+        g_y, pull = jax.vjp(lower_gradient, x[index], y)
+        d_x, product = pull(v)
+        f_y = jax.grad(data.trusted)(y, trusted)
+        x = x.at[index].add(-per_visit * batch_size * d_x)
+        x = jnp.clip(x, 0, 1) if box else x
+        return (x, y - lower_lr * g_y, v - lower_lr * (product + f_y)), None
+
+    def steps(data: JaxTask, state: Any, key: Any) -> Any:
+        return jax.lax.scan(partial(step, data), state, jax.random.split(key, chunk))[0]
+
+    compiled = jax.jit(steps)
+    data, key, y = JaxTask.of(task), jax.random.key(seed), start(task)
+    state = (jnp.full(len(task.labels), float(box)), y, y)
+    while True:
+        key, now = jax.random.split(key)
+        state = compiled(data, state, now)
+        yield np.asarray(weight(state[0]))

@@ -1,0 +1,95 @@
+"""``bilevel clean``: find the wrong labels of a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bilevel.cli.options import CheckpointFolder, JsonFile, Overwrite, Resume, Seed
+from bilevel.cli.output import make_parents, open_ledger, say_found, stages, write_json
+from bilevel.data import output as folder
+from bilevel.errors.extras import needed
+
+
+def clean(
+    train: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SAMPLES",
+            help="A .csv, .tsv, .parquet or .npz file (arrays X and y), or a folder of images, "
+            "class/name.png.",
+        ),
+    ],
+    trusted: Annotated[
+        Path,
+        typer.Option(metavar="SAMPLES", help="Samples in the same form whose labels are correct."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for the results.")],
+    label: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="The column of labels; in an NPZ file the array, by default y."
+        ),
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option("--id", metavar="COLUMN", help="The column that identifies rows.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="A column to read as text (TF-IDF); may be repeated."),
+    ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="A column to read as categories; may be repeated."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="A column to leave out; may be repeated."),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Suspect labels of a quality below this.")
+    ] = 0.5,
+    overwrite: Overwrite = False,
+    checkpoint: CheckpointFolder = None,
+    resume: Resume = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Find the wrong labels of a data set, with the help of a few samples labelled correctly.
+
+    Writes labels.csv (every row with its weight, the quality of its label, a verdict and a
+    suggestion), model.safetensors and model.json (a model that did not learn the wrong labels) and
+    report.html (to look at in a browser). Whether a column holds numbers, categories or text is
+    inferred from its values; --text, --category and --ignore override that.
+    """
+    files = load_cleaning()
+    folder.check(out, overwrite, inputs=[train, trusted])
+    columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
+    ledger = open_ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)
+    with stages() as tell:
+        found = files.clean_files(
+            train=train,
+            trusted=trusted,
+            label=label,
+            id_column=id_column,
+            choices=files.ColumnChoices(**columns),
+            threshold=threshold,
+            seed=seed,
+            checkpoint=ledger.inside("weights"),
+            tell=tell,
+        )
+        tell("writing")
+        make_parents(json_file)
+        files.write(found, out, overwrite=overwrite)
+    names = "labels.csv, model.safetensors, model.json; to look at: report.html"
+    say_found(found, f"Written to {out}: {names}")
+    write_json(json_file, found.to_json())
+
+
+def load_cleaning() -> Any:
+    """Import the module that cleans files, or say which extra is missing before any work."""
+    with needed("clean", "sklearn", "scipy", "pandas", "safetensors", "jinja2", "PIL"):
+        from bilevel.cleaning import files
+    return files
