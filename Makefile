@@ -1,15 +1,18 @@
 # Two commands do everything on a machine that has Python 3.11: make demo, make test.
+# What has to pass before a change is merged is make test-all, which takes longer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types tests recipes rates cleaning mixing clean
+.PHONY: demo test test-all lint types quick whole recipes rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
 
-test: lint types tests
+test: lint types quick
+
+test-all: lint types whole
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -18,7 +21,11 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-tests: $(INSTALLED)
+# A few minutes: everything is touched, but nothing that is marked slow is run.
+quick: $(INSTALLED)
+	$(BIN)/pytest -n 2 -m "not slow"
+
+whole: $(INSTALLED)
 	$(BIN)/pytest -n 2
 
 # The recipes for Accelerate, transformers and Lightning; these are large, and not part of the tests.

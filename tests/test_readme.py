@@ -12,7 +12,7 @@ import torch
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.filterwarnings("ignore:the run diverged")  # it is an example of that
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")  # it is an example of that
 def test_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) == 11

@@ -17,7 +17,7 @@ from bilevel.methods import f2sa
 from bilevel.problem import problem as problems
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
-from tests.errors.test_errors import BREAKS, Switch, tensors_in
+from tests.errors.common import BREAKS, Switch, tensors_in
 
 METHODS = {
     "f2sa": bilevel.F2SA(inner_steps=3),

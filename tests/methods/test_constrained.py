@@ -215,6 +215,7 @@ def test_iterates_stay_inside_and_end_at_the_constrained_optimum(
         assert np.abs(other.numpy() - known).max() > 0.05
 
 
+@pytest.mark.slow
 def test_where_a_set_binds_bomes_multiplier_settles_at_a_multiple_of_eta() -> None:
     def run(setting: Setting, problem: bilevel.Problem, eta: float) -> tuple[float, float, Array]:
         """The multiplier after 100 and after 200 steps, and the end."""
@@ -253,6 +254,7 @@ BINDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BINDING.values(), ids=list(BINDING))
 def test_a_lower_set_that_binds_at_the_optimum(case: Case) -> None:
     t, a = (torch.tensor(v, dtype=torch.float64) for v in (TARGET, CURVATURE))

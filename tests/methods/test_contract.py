@@ -69,7 +69,14 @@ def test_the_table_is_covered() -> None:
         assert method.properties.reference
 
 
-@only(1, 2)
+FINDS = [
+    pytest.param(case, marks=pytest.mark.slow) if case.name == "bome" else case  # 8,000 steps
+    for case in CASES
+    if case.name != "no-bilevel"
+]
+
+
+@pytest.mark.parametrize("case", FINDS, ids=str)
 def test_finds_the_optimum(case: Case) -> None:
     problem = Quadratic(seed=0)
     solver = bilevel.Solver(problem, problem.x0, problem.y0, method=case.method())
@@ -453,6 +460,7 @@ print(*advance(100), *advance(10_000))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.parametrize(
     ("name", "found"),

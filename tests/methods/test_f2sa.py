@@ -341,6 +341,7 @@ def test_the_lower_optimizer_sees_directions_in_the_scale_of_g() -> None:
     np.testing.assert_allclose(moved, -(o.g_y(x, y) + o.f_y(y) / lam), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_users_optimizers_reach_the_solution() -> None:
     problem = Quadratic(seed=0)
     method = bilevel.F2SA(

@@ -86,6 +86,7 @@ def test_iterates_equal_the_papers_recursion(recursion: Any) -> None:
             np.testing.assert_allclose(found.numpy(), known, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [1.0, 0.5, 0.01, ETA])
 @pytest.mark.parametrize("recursion", ["separate", "combined"])
 def test_without_noise_it_is_f2sa_with_one_inner_step(momentum: Any, recursion: Any) -> None:

@@ -304,6 +304,7 @@ def test_momentum_0_is_no_acceleration() -> None:
     assert torch.equal(*ends)
 
 
+@pytest.mark.slow
 def test_acceleration_needs_fewer_steps_on_an_ill_conditioned_problem() -> None:
     scales = torch.logspace(0, -1, 6, dtype=torch.float64)  # F has condition number 90
     problem = Quadratic(

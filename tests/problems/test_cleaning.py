@@ -187,6 +187,7 @@ def test_corrupted_labels_and_accuracy_are_told_where_they_are_known() -> None:
         small().accuracy(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_method_lowers_the_value_and_doubts_the_corrupted(weights: str) -> None:
     problem = small(weights=weights)

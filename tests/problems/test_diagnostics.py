@@ -208,6 +208,7 @@ def test_hypergradient_of_a_badly_conditioned_lower_level(solve: bool) -> None:
     assert error(found, problem.gradient(problem.x0)) < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solve", [True, False])
 @pytest.mark.parametrize(
     ("condition", "dtype"), [(1e12, torch.float64), (1e10, torch.float32)], ids=str

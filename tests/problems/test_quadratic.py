@@ -562,6 +562,7 @@ def test_bias_falls_as_one_over_the_multiplier(instance: Instance) -> None:
     assert slope_in_log(multipliers, bias) == pytest.approx(-1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_bias_of_the_limit_point_falls_as_one_over_the_multiplier() -> None:
     problem = Quadratic(4, 5, condition=2.0, rho=0.5, seed=0)
     A, B, t = (tensor.numpy() for tensor in (problem.A, problem.B, problem.t))

@@ -95,6 +95,7 @@ METHODS: dict[str, tuple[Any, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "steps"), METHODS.values(), ids=list(METHODS))
 def test_meha_and_vpbgd_reach_the_optimistic_solution(method: Any, steps: int) -> None:
     problem = FlatValley(seed=0)
@@ -109,6 +110,7 @@ def test_meha_and_vpbgd_reach_the_optimistic_solution(method: Any, steps: int) -
     assert float(problem.upper(result.x, result.y, None)) == pytest.approx(best, rel=0.01)
 
 
+@pytest.mark.slow
 def test_f2sa_finds_x_but_the_wrong_minimiser() -> None:
     problem = FlatValley(seed=0)
     method = bilevel.F2SA(lower_lr=0.9, upper_lr=0.3, multiplier=100.0)

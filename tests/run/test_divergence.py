@@ -38,6 +38,7 @@ def test_good_settings_give_no_sign(case: methods.Case) -> None:
     assert run(case.method(), steps=min(case.steps, 200)).outcome is Outcome.COMPLETED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NOISY, ids=str)
 def test_noise_gives_no_sign(case: Noisy) -> None:
     problem = Quadratic(condition=3.0, sigma_f=0.2, sigma_g=0.2, seed=0)
@@ -256,7 +257,8 @@ def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     assert result.history["upper"][-1] < result.history["upper"][0]
 
 
-@pytest.mark.filterwarnings("ignore:the run diverged")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_optimizer_goes_on_with_half_its_learning_rate(momentum: float) -> None:
     # steps with momentum m converge below 2 (1 + m) / L
@@ -276,7 +278,8 @@ def test_an_optimizer_goes_on_with_half_its_learning_rate(momentum: float) -> No
     assert seen[-1] == rate / 2
 
 
-@pytest.mark.filterwarnings("ignore:the run diverged")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 def test_gives_up_after_so_many_times() -> None:
     options, message = DIVERGING["a lower level without a minimum"]
     solvers = []
@@ -289,7 +292,7 @@ def test_gives_up_after_so_many_times() -> None:
     assert min(solvers) == 0.1 / 2**BACKTRACKS
 
 
-@pytest.mark.filterwarnings("ignore:the run diverged")
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 def test_goes_back_from_numbers_that_are_not_finite() -> None:
     problem = bilevel.Problem(squares, lambda x, y, b: 0.5 * ((y - x) ** 2).sum())
     options = {"x0": ONES.float(), "y0": 2 * ONES.float(), "steps": 100}
@@ -301,7 +304,8 @@ def test_goes_back_from_numbers_that_are_not_finite() -> None:
     assert result.x.norm() < 0.1
 
 
-@pytest.mark.filterwarnings("ignore:the run diverged")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 @pytest.mark.parametrize("select", ["last", "best", "random"])
 @pytest.mark.parametrize("stop", [5, 50, 130])
 def test_a_run_that_goes_back_and_is_resumed_is_the_same(

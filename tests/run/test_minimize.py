@@ -363,6 +363,7 @@ def test_the_best_iterate_is_not_always_the_last() -> None:
     assert any(noisy(seed, steps=20, select="best")[0].selected_step < 19 for seed in range(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 def test_the_random_iterate_is_uniform_over_the_steps(every: int) -> None:
     problem = quadratic(dim_x=1, dim_y=1)

@@ -80,6 +80,7 @@ def test_a_curvature_that_grows_is_followed() -> None:
     assert after.lower_lr == pytest.approx(1 / 50.1, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_noise_shortens_the_lower_step_and_its_absence_does_not() -> None:
     lowers = []
     for sigma in (0.0, 0.5):
@@ -151,6 +152,7 @@ def test_the_optimum_is_found_with_nothing_set() -> None:
         assert left < 0.02 * gain
 
 
+@pytest.mark.slow
 def test_noise_is_no_hindrance() -> None:
     problem = Quadratic(seed=1, sigma_f=0.1, sigma_g=0.1)
     gain = float(problem.value(problem.x0) - problem.value(problem.solution))
@@ -161,6 +163,7 @@ def test_noise_is_no_hindrance() -> None:
     assert float(problem.value(result.x) - problem.value(problem.solution)) < 0.05 * gain
 
 
+@pytest.mark.slow
 def test_minibatches_of_samples_with_a_weight_each() -> None:
     problem = WeightedLogistic()
     result = bilevel.minimize(
@@ -238,6 +241,7 @@ def test_a_nonconvex_problem_goes_down() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_weight_that_runs_off_does_not_overflow() -> None:
     problem = WeightedLogistic()
     result = bilevel.minimize(problem, problem.x0, problem.y0, steps=400, record_every=400)
@@ -274,6 +278,7 @@ def _ridge_per_feature(x0: Tensor, disturbed: int = 0) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disturbed", range(5))
 def test_where_a_run_ends_does_not_hang_on_rounding(disturbed: int) -> None:
     """Steps that overshot are not soon taken again; the best known value is 0.128."""
@@ -282,6 +287,7 @@ def test_where_a_run_ends_does_not_hang_on_rounding(disturbed: int) -> None:
     assert result.history["upper"][-1] < 0.16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3])
 def test_a_start_near_zero_is_left_behind(size: float) -> None:
     """The first steps are as small as x; what a look finds then is how exact it is itself."""

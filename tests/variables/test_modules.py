@@ -201,6 +201,7 @@ def test_a_tied_parameter_stays_one_in_each_copy(start: Transformer) -> None:
     assert not torch.equal(y.head.weight, start.head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_copies_of_a_compiled_module_share_its_code_and_not_its_parameters(
     start: Transformer, how: str

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bilevel
 from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
 from bilevel.engine.compiled import Program, tracing
-from tests.errors.test_errors import tensors_in
+from tests.errors.common import tensors_in
 
 
 def run_graph(graph: Any, inputs: Any, options: Any) -> Callable[[Sequence[Any]], tracing.Compiled]:

@@ -44,7 +44,7 @@ from tests.engine.compiled.common import (
     solver,
     upper,
 )
-from tests.errors.test_errors import BREAKS, Switch, tensors_in
+from tests.errors.common import BREAKS, Switch, tensors_in
 
 
 @graphs

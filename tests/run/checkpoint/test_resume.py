@@ -113,6 +113,7 @@ def compiled(name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @graphs
 @pytest.mark.parametrize(
     ("name", "late"),
