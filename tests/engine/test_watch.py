@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from bilevel.engine.watch import Watch
 from torch import Tensor
 
 import bilevel
-from bilevel.engine.watch import Watch
 from bilevel.errors import NonFiniteError
 from bilevel.methods import f2sa
 from bilevel.problem import problem as problems

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from bilevel.engine.watch import Watch
 from torch import Tensor
 
 import bilevel
-from bilevel.engine.watch import Watch
 from bilevel.problem import FORWARD, MIDPOINT, Phi, Stencil, Weights, central, evaluate
 from bilevel.sampling import Sample
 from bilevel.variables import Variable, gradients

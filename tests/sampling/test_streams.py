@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from bilevel.engine.watch import Watch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +26,6 @@ from torch.utils.data import (
 )
 
 import bilevel
-from bilevel.engine.watch import Watch
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
 from bilevel.problem import FORWARD, Weights, evaluate
 from bilevel.sampling import Draw, Indexed, Stream, Together, stream_of, take_rows
