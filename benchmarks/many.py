@@ -21,7 +21,8 @@ from benchmarks import report
 from bilevel.errors.checks import check_count
 from bilevel.methods import F2SA
 from bilevel.problem import Problem
-from bilevel.run import minimize, minimize_many
+from bilevel.run import minimize
+from bilevel.run.many import minimize_many
 
 SAMPLES, PIXELS, CLASSES = 19_000, 784, 10
 BATCH = 50

@@ -10,7 +10,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bilevel import data, errors, problems, theory
+from bilevel import errors, theory
 from bilevel.engine import LossScale
 from bilevel.engine import ranks as distributed
 from bilevel.methods import (
@@ -31,26 +31,19 @@ from bilevel.methods import (
     NoBilevel,
     State,
 )
-from bilevel.mixing import DataMixer, Mixture
 from bilevel.problem import Problem, sets
-from bilevel.problems import diagnostics
-from bilevel.problems.diagnostics import check_hypergradient, hypergradient
-from bilevel.run import (
-    Checkpoint,
-    Outcome,
-    Result,
-    Results,
-    Solver,
-    loggers,
-    minimize,
-    minimize_many,
-)
+from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers, minimize
 from bilevel.run._version import __version__
 from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
 if TYPE_CHECKING:
-    from bilevel.cleaning import LabelCleaner as LabelCleaner
+    from bilevel import cleaning, data, mixing, problems, testing
+    from bilevel.cleaning import LabelCleaner
+    from bilevel.mixing import DataMixer, Mixture
+    from bilevel.problems import diagnostics
+    from bilevel.problems.diagnostics import check_hypergradient, hypergradient
+    from bilevel.run.many import Results, minimize_many
 
 __all__ = [
     "AID",
@@ -68,6 +61,7 @@ __all__ = [
     "Checkpoint",
     "DataMixer",
     "Info",
+    "LabelCleaner",
     "LossScale",
     "Method",
     "Mixture",
@@ -83,6 +77,7 @@ __all__ = [
     "Table",
     "__version__",
     "check_hypergradient",
+    "cleaning",
     "data",
     "diagnostics",
     "distributed",
@@ -91,16 +86,44 @@ __all__ = [
     "loggers",
     "minimize",
     "minimize_many",
+    "mixing",
     "problems",
     "schedules",
     "sets",
+    "testing",
     "theory",
 ]
 
+_LATER_MODULES = {
+    "cleaning": "bilevel.cleaning",
+    "data": "bilevel.data",
+    "diagnostics": "bilevel.problems.diagnostics",
+    "mixing": "bilevel.mixing",
+    "problems": "bilevel.problems",
+    "testing": "bilevel.testing",
+}
+_LATER_NAMES = {
+    "DataMixer": "bilevel.mixing",
+    "LabelCleaner": "bilevel.cleaning",
+    "Mixture": "bilevel.mixing",
+    "Results": "bilevel.run.many",
+    "check_hypergradient": "bilevel.problems.diagnostics",
+    "hypergradient": "bilevel.problems.diagnostics",
+    "minimize_many": "bilevel.run.many",
+}
+"""What is imported when it is first asked for, and from where.
+
+These modules need more than PyTorch and NumPy, or time to be imported that few programs need.
+"""
+
 
 def __getattr__(name: str) -> Any:
-    """What needs more than PyTorch and NumPy is imported when it is first asked for."""
-    if name in ("LabelCleaner", "cleaning"):
-        cleaning = import_module("bilevel.cleaning")
-        return cleaning if name == "cleaning" else cleaning.LabelCleaner
+    if name in _LATER_MODULES:
+        return import_module(_LATER_MODULES[name])
+    if name in _LATER_NAMES:
+        return getattr(import_module(_LATER_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

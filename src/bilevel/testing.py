@@ -75,7 +75,8 @@ class _Task:
     def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         features, targets = batch
         weights = 1 + 0.1 * torch.sin(features @ x)
-        return (0.5 * weights * (features @ y - targets) ** 2).mean() + 0.05 * (x**2).sum()
+        loss: Tensor = (0.5 * weights * (features @ y - targets) ** 2).mean()
+        return loss + 0.05 * (x**2).sum()
 
     @staticmethod
     def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -237,7 +238,8 @@ class _HalfSquare(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        return grad * y
+        product: Tensor = grad * y
+        return product
 
 
 def _uses_derivatives_of_its_order(method: Method[Any]) -> None:

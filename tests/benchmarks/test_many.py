@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from benchmarks import many
 from benchmarks.commands import app
 from bilevel.errors import ArgumentError
-from bilevel.run import minimize, minimize_many
+from bilevel.run import minimize
+from bilevel.run.many import minimize_many
 
 
 def test_the_command_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from bilevel.cleaning.learners import HeldBack, Learner
 from bilevel.cleaning.task import CleaningTask, SearchSettings
 from bilevel.errors import InterruptedRunError
 from bilevel.problem import Box, Problem
-from bilevel.run.minimize import Outcome, minimize
+from bilevel.run import Outcome, minimize
 from bilevel.run.solver import Solver
 
 History: TypeAlias = dict[str, npt.NDArray[Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class Execution:
         if self.chunk_size is not None:
             check_count("chunk_size", self.chunk_size)
 
-    def check(self, method: Method[object], *, larger_direction: bool, chunked: bool) -> None:
+    def check(self, method: Method[Any], *, larger_direction: bool, chunked: bool) -> None:
         """Refuse, with the reason, what the method cannot do or what would have no effect.
 
         Args:
@@ -74,7 +75,7 @@ class Execution:
             )
 
 
-def refuse(method: Method[object], ability: Ability, asked: str, instead: str = "") -> None:
+def refuse(method: Method[Any], ability: Ability, asked: str, instead: str = "") -> None:
     """Raise, with the reason and the methods that can, if the method lacks the ability."""
     reason = method.why_not(ability)
     if reason is not None:

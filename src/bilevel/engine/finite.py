@@ -75,7 +75,7 @@ class FiniteCheck:
         total = sum([norm.item() for norm in torch._foreach_norm(grads)])
         longest = longest_step(grads)
         for variable, rate in moves:
-            if not abs(rate) * total <= longest:  # also true for NaN
+            if not abs(float(rate)) * total <= longest:  # also true for NaN
                 variable.require_finite_grads(self._step, float(rate))
 
     def complete(self, variable: Variable) -> None:
@@ -108,7 +108,9 @@ class FiniteCheck:
             return
         peaks = largest_entries(grads)
         # infinite exactly where a step is longer than longest_step; not finite where a peak is not
-        lengths = torch._foreach_mul(peaks, [4 * abs(rate) for *_, own, rate in parts for _ in own])
+        lengths = torch._foreach_mul(
+            peaks, [4 * abs(float(rate)) for *_, own, rate in parts for _ in own]
+        )
         names: list[str] = []
         values: list[Tensor] = []
         for variable, own_names, own, _ in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Method, S
@@ -52,7 +52,7 @@ class DescentMethod(Method[S]):
     lower_optimizer: OptimizerFactory | None = None
     upper_optimizer: OptimizerFactory | None = None
 
-    limits = (
+    limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             Ability.COMPILE,
             lambda method: method.lower_optimizer is not None,

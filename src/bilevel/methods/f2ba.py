@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
@@ -77,7 +77,7 @@ class F2BA(F2SA):
         reference="Chen, Ma, Zhang 2025",
         abilities=F2SA.properties.abilities,
     )
-    limits = (
+    limits: ClassVar[tuple[Limit, ...]] = (
         *(
             Limit(ability, lambda method: method.acceleration is not None, reason)
             for ability, reason in (

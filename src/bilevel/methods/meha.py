@@ -133,7 +133,7 @@ class MEHA(PenaltyMethod[GapState]):
     def _add_pull(self, of: Variable, towards: Variable, weight: Number) -> None:
         """Add weight * (of - towards) / gam to the gradients of ``of``."""
         difference = torch._foreach_sub(of.leaves, towards.leaves)
-        of.set_grads(added(of.grads(), difference, alpha=weight / self.proximal))
+        of.set_grads(added(of.grads(), difference, alpha=float(weight) / self.proximal))
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """One step of theta on the envelope, then one joint step of x and y."""

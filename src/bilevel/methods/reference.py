@@ -28,7 +28,8 @@ def gradient_y(objective: Objective, x: Tensor, y: Tensor, batch: Any) -> Tensor
 
 def hessian_y(objective: Objective, x: Tensor, y: Tensor, batch: Any) -> Tensor:
     """The matrix of second derivatives in y."""
-    matrix: Tensor = torch.autograd.functional.hessian(lambda at: objective(x, at, batch), y)
+    hessian: Any = torch.autograd.functional.hessian
+    matrix: Tensor = hessian(lambda at: objective(x, at, batch), y)
     return matrix
 
 

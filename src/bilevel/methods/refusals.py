@@ -59,7 +59,7 @@ def _reason(base: type, name: str, known: list[str]) -> str:
     return f"it is not one of {', '.join(known)}{hint}"
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for child in cls.__subclasses__():
         yield child
         yield from _subclasses(child)

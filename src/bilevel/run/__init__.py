@@ -3,7 +3,6 @@
 from bilevel.run import loggers
 from bilevel.run.checkpoint.folder import Checkpoint, CheckpointLike
 from bilevel.run.history import History
-from bilevel.run.many import Results, minimize_many
 from bilevel.run.minimize import Callback, minimize
 from bilevel.run.outcome import Outcome, Result
 from bilevel.run.solver import Solver
@@ -15,9 +14,7 @@ __all__ = [
     "History",
     "Outcome",
     "Result",
-    "Results",
     "Solver",
     "loggers",
     "minimize",
-    "minimize_many",
 ]

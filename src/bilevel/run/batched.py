@@ -70,7 +70,8 @@ def structure(method: Method[Any]) -> Any:
     if reason is not None or not isinstance(method, DescentMethod):
         return reason
     arguments = {field.name for field in fields(method)}
-    free = {"lower_lr": 1.0, "upper_lr": 1.0, "multiplier": 1.0, "penalty_lr": None}
+    free: dict[str, Any] = {"lower_lr": 1.0, "upper_lr": 1.0, "multiplier": 1.0}
+    free["penalty_lr"] = None
     return replace(method, **{name: one for name, one in free.items() if name in arguments})
 
 

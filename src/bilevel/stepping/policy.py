@@ -141,7 +141,7 @@ class MeasuredSizes(GivenSizes):
         multiplier = max(now.multiplier, self._multiplier) if self._raises else now.multiplier
         if self._stiffness is None:
             return self._shortened(now)
-        lower = self._lower(multiplier)
+        lower = self._lower(float(multiplier))
         penalty = lower if math.isnan(now.penalty) else now.penalty
         return self._shortened(StepSizes(lower, penalty, now.upper, multiplier))
 

@@ -138,8 +138,9 @@ class Pieces:
             for term in self.missing:
                 batch, share = term.level.on(sample)
                 if share:
-                    objective = self._evaluator.problem.value
-                    value = share * objective(term.level, self._phi.x, term.y, batch)
+                    upper = term.level is Level.UPPER
+                    objective = self._evaluator.f if upper else self._evaluator.g
+                    value = share * objective(self._phi.x, term.y, batch)
                     self._tell_one(term, value)
                     self.fine.logical_and_(torch.isfinite(value))
 

@@ -56,7 +56,10 @@ class StackedCheck(FiniteCheck):
         grads = variable.grads()
         longest = longest_step(grads)
         some = [g.reshape(len(g), -1) for g in grads if g.numel()]
-        good = abs(rate) * torch.stack([g.abs().amax(1) for g in some]).amax(0) <= longest
+        good = (
+            torch.as_tensor(rate).abs() * torch.stack([g.abs().amax(1) for g in some]).amax(0)
+            <= longest
+        )
         named = dict(zip(variable.gradient_names, grads, strict=True))
         self._look(good, named, f"the step of {variable.name}")
 
@@ -115,7 +118,9 @@ class StackedEvaluator(EagerEvaluator):
                     of_y = stacks[id(term.y)].template
                     with substituted(of_y, leaves[id(term.y)]):
                         batch = own[id(term.batch)]
-                        values.append(self.problem.value(term.level, of_x, of_y, batch))
+                        upper = term.level is Level.UPPER
+                        objective = self.problem.f if upper else self.problem.g
+                        values.append(objective(of_x, of_y, batch))
             return tuple(values)
 
         before = _versions(templates.values())
