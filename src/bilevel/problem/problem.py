@@ -69,10 +69,6 @@ class Problem:
         self.x_set = x_set
         self.y_set = y_set
 
-    def value(self, level: Level, x: Variable, y: Variable, batch: Any) -> Tensor:
-        """F or g at a point, checked to be a scalar."""
-        return self.f(x, y, batch) if level is Level.UPPER else self.g(x, y, batch)
-
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
         """The upper objective, checked to be a scalar."""
         return _scalar("upper", self.upper(x.value, y.value, batch))
