@@ -1,1 +1,1 @@
-"""The paper's experiments, each one function that returns its figures."""
+"""The paper's experiments and the demo; each is one function that returns its figures."""
