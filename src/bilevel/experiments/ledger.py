@@ -1,8 +1,8 @@
-"""Finished work of a long command, kept in a folder so that it need not be done again.
+"""Finished parts of a long command, kept in a folder so that they need not be computed again.
 
-A long command does many things one after another, each of which follows from the command's options
-alone: a curve, a run, a choice. With ``--checkpoint FOLDER`` each is kept there as a JSON file when
-it is done; with ``--resume`` as well, what is there is taken as it is and the rest is done.
+A long command computes many parts one after another (curves, runs, choices of settings), each of
+which depends only on the command's options. With ``--checkpoint FOLDER`` each part is saved there
+as a JSON file when it is done; with ``--resume``, saved parts are read and the rest is computed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Ledger:
     """The finished parts of one command.
 
     Args:
-        folder: where they are; None: they are not kept.
-        options: of the command, all on which its parts depend; plain numbers and text.
-        resume: whether the folder may hold parts already. They must be of the same options.
+        folder: where the parts are saved; None: they are not saved.
+        options: all options of the command on which its parts depend; plain numbers and text.
+        resume: whether the folder may already hold parts. These must have the same options.
 
     Example:
         >>> import tempfile
@@ -38,7 +38,7 @@ class Ledger:
         ...     first = Ledger(folder, {"seed": 0})
         ...     squares = [first.part(str(n), lambda n=n: n * n) for n in (2, 3)]
         ...     again = Ledger(folder, {"seed": 0}, resume=True)
-        ...     again.part("3", lambda: print("not done again"))
+        ...     again.part("3", lambda: print("not computed again"))
         9
     """
 
@@ -52,7 +52,9 @@ class Ledger:
         self._folder = None if folder is None else Path(folder)
         if self._folder is None:
             if resume:
-                raise ArgumentError("--resume needs --checkpoint FOLDER, which says where to go on")
+                raise ArgumentError(
+                    "--resume needs --checkpoint FOLDER, the folder to continue from"
+                )
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,23 +65,25 @@ class Ledger:
             ) from error
         if there and not resume:
             raise ArgumentError(
-                f"{str(self._folder)!r} is not empty; give --resume to go on from what is there, "
-                f"or name another folder by --checkpoint"
+                f"{str(self._folder)!r} is not empty; give --resume to continue from its contents, "
+                f"or another folder with --checkpoint"
             )
         known = self._folder / OPTIONS
         if known.exists():
             found = settings.differences(_read(known), json.loads(json.dumps(dict(options))))
             if found:
-                raise CheckpointError(known, f"it is of another command: {'; '.join(found[:3])}")
+                raise CheckpointError(
+                    known, f"it belongs to another command: {'; '.join(found[:3])}"
+                )
         else:
             _write(known, dict(options))
 
     def inside(self, name: str) -> Path | None:
-        """A folder for what a part saves on its way; None: nothing is kept."""
+        """A folder for what a part itself saves while it runs; None: nothing is saved."""
         return None if self._folder is None else self._folder / name
 
     def has(self, name: str) -> bool:
-        """Whether that part is there."""
+        """Whether that part is saved."""
         return self._folder is not None and self._file(name).exists()
 
     def part(
@@ -90,11 +94,11 @@ class Ledger:
         to_json: Callable[[T], Any] = lambda part: part,
         from_json: Callable[[Any], T] = lambda found: found,
     ) -> T:
-        """The part of that name: as it is there, or made now and put there.
+        """The part of that name: read if it is saved, otherwise made and saved.
 
         Raises:
-            CheckpointError: what is there is not what was put there.
-            OutputError: it cannot be written.
+            CheckpointError: the saved part is damaged, or not a part of this command.
+            OutputError: the part cannot be written.
         """
         if self._folder is None:
             return make()
@@ -118,7 +122,7 @@ class Ledger:
 
 
 def _write(path: Path, content: Any) -> None:
-    """With a checksum, and whole or not at all."""
+    """Write atomically, with a checksum."""
     text = json.dumps(content)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -141,7 +145,7 @@ def _read(path: Path) -> Any:
         found = json.loads(path.read_text(encoding="utf-8"))
         text, digest = found["content"], found["sha256"]
         if _digest(text) != digest:
-            raise CheckpointError(path, "its checksum is another: it was changed or damaged")
+            raise CheckpointError(path, "its checksum is wrong: it was changed or damaged")
         return json.loads(text)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):

@@ -1,12 +1,13 @@
 """The paper's six rates of convergence, measured exactly on a quadratic.
 
 E ||grad F(x_k)||^2 is known in closed form on :class:`bilevel.problems.Quadratic`; the expectation
-is a mean over many runs that are stepped side by side as one batch. Exponents are the theorem's.
-Its constants are not: with them the power laws would set in after more steps than anyone can take,
-so the offset k_0 of the clock, lam_0 and the first step of x are set by hand (:data:`SETTINGS`).
+is a mean over many runs that are stepped side by side as one batch. The exponents of the schedules
+are the theorem's. Its constants are not used: with them the power laws would set in after more
+steps than can be taken, so the offset k_0, lam_0 and the first step of x are set by hand
+(:data:`SETTINGS`).
 
-Each rate is measured twice. With noise and from afar, where theory is an upper bound; and from the
-solution with next to no noise, where what is left is the bias of the multiplier,
+Each rate is measured twice: with noise and from a distant start, where the theory is an upper
+bound; and from the solution with almost no noise, where the bias of the multiplier remains,
 ||grad F||^2 ~ lam_k^-2, and the bound is attained.
 """
 
@@ -24,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bilevel import theory
 from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic
 from bilevel.run import Solver
+from bilevel.theory import REGIMES as EXPONENTS
+from bilevel.theory import Constants, design
 
 Array = npt.NDArray[np.float64]
 
@@ -38,7 +40,7 @@ REGIMES = ("stochastic", "upper-noise", "deterministic")
 
 @dataclass(frozen=True)
 class Instance:
-    """What a rate is measured on: the size of the gradient noise, and where to start."""
+    """One setup for measuring a rate: the size of the gradient noise, and the start."""
 
     sigma: float
     from_solution: bool
@@ -51,11 +53,11 @@ INSTANCES = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The constants that are not the theorem's.
+class FirstSteps:
+    """The constants of the schedules that are set by hand instead of by the theorem.
 
     Attributes:
-        k0: the offset of the schedules' clock, which fixes the first steps of y and z.
+        k0: the offset of k in the schedules, which determines the first steps of y and z.
         lam0: the first multiplier.
         x_step: the first step of x.
     """
@@ -67,8 +69,8 @@ class Settings:
 
 METHODS: dict[str, type[PaperMethod[Any]]] = {"f2sa": F2SA, "f3sa": F3SA}
 SETTINGS = {
-    "f2sa": Settings(k0=2.0, lam0=10.0, x_step=2.0),
-    "f3sa": Settings(k0=15.0, lam0=10.0, x_step=1.0),
+    "f2sa": FirstSteps(k0=2.0, lam0=10.0, x_step=2.0),
+    "f3sa": FirstSteps(k0=15.0, lam0=10.0, x_step=1.0),
 }
 
 
@@ -82,7 +84,7 @@ class Curve:
     Attributes:
         step: k.
         value: the mean over runs.
-        slope: of log value against log(k + k_0), the clock of the schedules, over the last decade.
+        slope: the slope of log value against log(k + k_0) over the last decade of steps.
     """
 
     step: Array
@@ -90,12 +92,12 @@ class Curve:
     slope: float
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes to a file."""
+        """The curve as a JSON object."""
         return {"step": self.step.tolist(), "value": self.value.tolist(), "slope": self.slope}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Curve:
-        """What :meth:`to_json` gave."""
+        """The inverse of :meth:`to_json`."""
         return cls(np.array(found["step"]), np.array(found["value"]), float(found["slope"]))
 
 
@@ -105,13 +107,13 @@ class Rate:
 
     Attributes:
         algorithm: "f2sa" or "f3sa".
-        regime: which gradients are noisy.
+        regime: the regime, which says which gradients are noisy.
         a, c: the exponents of alpha_k and gamma_k.
         theory: the slope that the paper proves, up to a logarithm.
-        slope: measured with noise.
-        bias_slope: measured where the bias dominates.
-        steps: how many outer steps were taken.
-        runs: how many runs were averaged.
+        slope: the slope measured with noise.
+        bias_slope: the slope measured where the bias dominates.
+        steps: the number of outer steps.
+        runs: the number of runs averaged.
     """
 
     algorithm: str
@@ -126,14 +128,14 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Reproduction:
-    """All rates, and the curves that they were fitted to, by (algorithm, regime, instance)."""
+class MeasuredRates:
+    """All rates, and the curves behind them by (algorithm, regime, instance)."""
 
     rates: list[Rate]
     curves: dict[tuple[str, str, str], Curve]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The rates as plain objects."""
+        """The rates as JSON objects."""
         return [asdict(rate) for rate in self.rates]
 
 
@@ -144,7 +146,7 @@ def measure(
 
     Only the gradients that the regime calls noisy have noise: f and g, f alone, or neither.
     """
-    torch.set_num_threads(1)  # tiny tensors, and several processes side by side
+    torch.set_num_threads(1)  # The tensors are tiny, and several processes run side by side.
     identity = torch.eye(2, dtype=torch.float64)
     problem = Quadratic(
         A=identity,
@@ -180,15 +182,15 @@ def measure(
     return Curve(recorded.astype(float), np.array(values), float(slope))
 
 
-def method_for(constants: theory.Constants, algorithm: str, regime: str) -> PaperMethod[Any]:
+def method_for(constants: Constants, algorithm: str, regime: str) -> PaperMethod[Any]:
     """The method with the theorem's exponents and the constants of :data:`SETTINGS`."""
     chosen = SETTINGS[algorithm]
-    exponents = theory.REGIMES[algorithm][regime]
+    exponents = EXPONENTS[algorithm][regime]
     choices: dict[str, Any] = {"regime": regime, "k0": chosen.k0, "lam0": chosen.lam0}
     if algorithm == "f2sa":
-        # the fewest inner steps for which the growth of the multiplier is not capped
+        # The fewest inner steps for which the growth of the multiplier is not capped.
         choices["T"] = int(np.ceil(32 * (exponents.a - exponents.c)))
-    first = theory.design(constants, algorithm=algorithm, xi=1.0, **choices)
+    first = design(constants, algorithm=algorithm, xi=1.0, **choices)
     xi = chosen.x_step / first.alpha(0)
     return METHODS[algorithm].from_theory(constants, xi=xi, **choices)
 
@@ -201,10 +203,11 @@ def reproduce(
     workers: int = 2,
     on_curve: Callable[[str, str, str, Curve], None] | None = None,
     ledger: Ledger | None = None,
-) -> Reproduction:
+) -> MeasuredRates:
     """Measure all six rates.
 
-    ``on_curve`` is told of each curve as it is done; those in the ``ledger`` are not done again.
+    ``on_curve`` is called with each curve as soon as it is done; curves that the ``ledger`` already
+    holds are not measured again.
     """
     ledger = Ledger(None, {}) if ledger is None else ledger
     wanted = [
@@ -235,30 +238,30 @@ def reproduce(
     rates = []
     for algorithm in METHODS:
         for regime in REGIMES:
-            row = theory.REGIMES[algorithm][regime]
-            assert row.slope is not None, "these regimes have a rate"
+            exponents = EXPONENTS[algorithm][regime]
+            assert exponents.slope is not None, "every regime measured here has a rate"
             rates.append(
                 Rate(
                     algorithm=algorithm,
                     regime=regime,
-                    a=row.a,
-                    c=row.c,
-                    theory=row.slope,
+                    a=exponents.a,
+                    c=exponents.c,
+                    theory=exponents.slope,
                     slope=curves[algorithm, regime, "noise"].slope,
                     bias_slope=curves[algorithm, regime, "bias"].slope,
                     steps=steps,
                     runs=runs,
                 )
             )
-    return Reproduction(rates, curves)
+    return MeasuredRates(rates, curves)
 
 
 def _result(jobs: dict[tuple[str, str, str], Future[Curve]], key: tuple[str, str, str]) -> Curve:
     return jobs[key].result()
 
 
-def plot(reproduction: Reproduction, path: Path) -> None:
-    """Write the curves as a PNG, one panel per algorithm and instance, theory as dashed lines."""
+def plot(reproduction: MeasuredRates, path: Path) -> None:
+    """Plot the curves, a panel for each algorithm and instance; dashed lines show the theory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -286,7 +289,7 @@ def plot(reproduction: Reproduction, path: Path) -> None:
 
 
 def _draw(axis: Any, curve: Curve, rate: Rate, k0: float, colour: str) -> None:
-    shown = curve.step >= 9  # one instance starts at the solution, where the logarithm is -inf
+    shown = curve.step >= 9  # One instance starts at the solution, where log(value) is -inf.
     k = curve.step + 1
     label = f"{rate.regime}: {curve.slope:.2f} ({rate.theory:.2f})"
     axis.loglog(k[shown], curve.value[shown], color=colour, label=label)

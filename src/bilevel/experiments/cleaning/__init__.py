@@ -1,19 +1,21 @@
 """``bilevel reproduce cleaning``: the paper's experiment, data hyper-cleaning on MNIST.
 
-19,000 digits of which a part p in {0.1, 0.3} has wrong labels, 1,000 trusted ones, softmax
-regression with ridge 0.01, means at both levels; minibatches of 50 and 500.
+The data are 19,000 digits, of which a fraction p in {0.1, 0.3} has wrong labels, and 1,000 trusted
+digits. The model is softmax regression with ridge 0.01. Both objectives are means, and minibatches
+have 50 or 500 samples.
 
-What is reported is F(x) = f(x, w*(x)) at the exact lower solution for the weights that a method has
-found, never the loss at a copy of its own (F2SA's y is trained on the trusted samples as well, and
-f looks better there than it is). gap = (F - F_best) / (F_none - F_best), where F_none is without
-bilevel, all weights 1.
+The reported value is F(x) = f(x, w*(x)) at the exact lower solution for the weights that a method
+has found, never the loss at one of its own copies: F2SA's y is also trained on the trusted samples,
+so f is smaller there than F(x). gap = (F - F_best) / (F_none - F_best), where F_none is the value
+without bilevel optimization, with all weights 1.
 
-Seconds are those of the processor for the steps of the method alone, with one thread of torch:
-evaluation, loading and the making of the solver are not on the clock. No method is compiled.
+Seconds are processor time of the method's steps alone, with one thread of torch; evaluation,
+loading and the construction of the solver are not timed. No method is compiled.
 
-- ``contenders``: who takes part, what a step of each costs, and what is tried for it.
-- ``settings``: of every contender; ``settings.json`` are those that ``tuning`` found.
-- ``runs``: one run;  ``reproduction``: all of them, and what they come to.
+- ``contenders``: the methods, the cost of one step of each, and the grid of its settings.
+- ``settings``: the settings of every contender; ``tuning`` found those in ``settings.json``.
+- ``runs``: one run of one contender.
+- ``reproduction``: all runs and their summaries.
 - ``shown``: the tables and the figure.
 """
 

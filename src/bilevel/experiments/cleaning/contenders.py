@@ -1,4 +1,4 @@
-"""Who takes part, what a step of each costs, and what is tried for it."""
+"""The methods that are compared, the cost of one step of each, and the grid of its settings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from bilevel.problems import HyperCleaning
 from bilevel.run import Solver
 
 Settings = dict[str, float]
-"""Arguments of a method by name, and ``per_visit``, the step of x_i each time that sample i is in
-its direction: f and g are means, so the step of x is that times the samples in a direction."""
+"""Arguments of a method by name, and ``per_visit``.
+
+``per_visit`` is the step of x_i each time sample i takes part in the x direction. f and g are
+means, so the step size of x is ``per_visit`` times the number of samples in a direction.
+"""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of minibatches, and of the data.
+    """The number of samples in a minibatch and in the data.
 
     Attributes:
         batch: samples in a minibatch.
-        train, trusted: n and m.
+        train, trusted: training and trusted samples, n and m.
     """
 
     batch: int
@@ -33,17 +36,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with what is tried for it.
+    """A method and the grid of its settings.
 
     Attributes:
-        name: by which it is known in files.
-        label: by which it is shown.
-        method: makes it from its settings.
-        gradients: of f and g per sample in one outer step of a method; a product with second
-            derivatives counts as one, though it takes longer.
+        name: its name in files.
+        label: its name in tables and figures.
+        method: makes the method from its settings.
+        gradients: the number of per-sample gradients of f and g in one outer step of the method; a
+            product with second derivatives counts as one gradient, although it takes longer.
         grid: the values of each setting; every combination is tried.
-        weights: how x becomes weights, as :class:`~bilevel.problems.HyperCleaning` takes it.
-        sweep: whether the direction of x comes from all samples.
+        weights: the ``weights`` of :class:`~bilevel.problems.HyperCleaning`.
+        sweep: whether the x direction uses all samples.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Contender:
         ]
 
     def solver(self, problem: HyperCleaning, settings: Settings, batch: int, seed: int) -> Solver:
-        """A run that has not begun."""
+        """A solver for one run, before its first step."""
         count = len(problem.x0)
         others = {name: value for name, value in settings.items() if name != "per_visit"}
         upper_lr = settings["per_visit"] * (count if self.sweep else batch)
@@ -81,12 +84,12 @@ class Contender:
         )
 
     def gradients_per_step(self, solver: Solver, sizes: Sizes) -> float:
-        """In minibatches."""
+        """The gradients of one outer step, counted in minibatches."""
         return self.gradients(solver.method, sizes) / sizes.batch
 
 
 def _f2sa_gradients(method: F2SA, sizes: Sizes) -> float:
-    """One of f and two of g, T times, and once more where x has samples of its own."""
+    """One of f and two of g in T inner steps, and once more if x has samples of its own."""
     return 3 * sizes.batch * (method.inner_steps + (not method.single_pass))
 
 
@@ -95,7 +98,7 @@ def _sweep_gradients(method: F2SA, sizes: Sizes) -> float:
 
 
 def _sobo_gradients(method: SOBO, sizes: Sizes) -> float:
-    """Of f once, of g for T steps, Q factors and the mixed product; and Q + 1 products."""
+    """One of f; g in T steps, Q factors and the mixed product; and Q + 1 Hessian products."""
     slopes = method.neumann_steps + 1
     return sizes.batch * (1 + method.inner_steps + 2 * slopes)
 
@@ -105,7 +108,7 @@ def _soba_gradients(method: SOBA, sizes: Sizes) -> float:
 
 
 _STEPS = {"per_visit": (16.0, 48.0), "lower_lr": (0.03, 0.1, 0.3)}
-_SMALLER = {**_STEPS, "lower_lr": (0.01, 0.03, 0.1)}  # for those whose directions are noisier
+_SMALLER = {**_STEPS, "lower_lr": (0.01, 0.03, 0.1)}  # for methods with noisier directions
 
 F2SA_SHARED = Contender(
     "f2sa",

@@ -1,4 +1,4 @@
-"""All runs, and what they come to."""
+"""All runs of the experiment and their summaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bilevel.experiments.cleaning.contenders import (
     SOBO_NEUMANN,
     Settings,
 )
-from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point, Run, Task, run
+from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, CleaningTask, Point, Run, run
 from bilevel.experiments.cleaning.settings import Tuned
 from bilevel.experiments.judge import BEST, crossings
 from bilevel.experiments.ledger import Ledger
@@ -26,30 +26,30 @@ from bilevel.experiments.ledger import Ledger
 Array = npt.NDArray[np.float64]
 
 PLACES = len(CONTENDERS) * len(CORRUPTIONS) * len(BATCHES)
-"""How many settings there are to choose, and runs for each seed."""
+"""The number of combinations of contender, corruption and batch: one run each per seed."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds, and the standard deviation of one of them (0 for a single one)."""
+    """The mean over seeds and the standard deviation between them (0 for a single seed)."""
 
     mean: float
     deviation: float
 
     @classmethod
     def of(cls, numbers: Iterable[float]) -> Spread:
-        """That of the numbers."""
+        """The mean and the standard deviation of ``numbers``."""
         values = np.array(list(numbers), dtype=float)
         return cls(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
 
 
 @dataclass(frozen=True)
-class Curve:
-    """F on the way, at the steps that were kept for all seeds, and last where the runs ended.
+class ValueCurve:
+    """F along the runs: at the steps evaluated for all seeds, and last at the end of the runs.
 
     Attributes:
         step, gradients, seconds, value: means over seeds.
-        low, high: the lowest and the highest F.
+        low, high: the lowest and the highest F over seeds.
     """
 
     step: Array
@@ -60,8 +60,8 @@ class Curve:
     high: Array
 
     @classmethod
-    def of(cls, runs: list[Run]) -> Curve:
-        """That of runs which differ in their seed."""
+    def of(cls, runs: list[Run]) -> ValueCurve:
+        """The curve of runs that differ only in their seed."""
         by_step = [{point.step: point for point in one.points[:-1]} for one in runs]
         common = sorted(set.intersection(*map(set, by_step)))
         rows = [[points[step] for points in by_step] for step in common]
@@ -80,7 +80,7 @@ class Curve:
         )
 
     def to_json(self) -> dict[str, list[float]]:
-        """Six digits of everything."""
+        """The columns as lists, rounded to six digits."""
         return {
             name: [float(f"{number:.6g}") for number in column]
             for name, column in vars(self).items()
@@ -89,17 +89,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class Summary:
-    """A contender in one place of the experiment.
+    """The runs of one contender with one corruption and batch size.
 
     Attributes:
-        contender, corruption, batch, settings: who, where, with what.
-        steps: that it took.
-        value, gap, accuracy, auc: at the end.
-        best_auc: the highest on the way.
-        seconds: to each of :data:`~bilevel.experiments.judge.TARGETS`, at the first evaluation that
-            is not above it; None where a seed did not come there.
-        failures: what broke runs.
-        curve: F on the way.
+        contender, corruption, batch, settings: those of the runs.
+        steps: the number of outer steps taken.
+        value, gap, accuracy, auc: at the end of the runs.
+        best_auc: the highest AUC along the runs.
+        seconds: the time to each of :data:`~bilevel.experiments.judge.TARGETS`, at the first
+            evaluation that is not above it; None if not every seed reached it.
+        failures: the messages of errors that ended runs early.
+        curve: F along the runs.
     """
 
     contender: str
@@ -114,11 +114,11 @@ class Summary:
     best_auc: Spread
     seconds: tuple[Spread | None, ...]
     failures: list[str]
-    curve: Curve
+    curve: ValueCurve
 
     @classmethod
     def of(cls, runs: list[Run]) -> Summary:
-        """That of runs which differ in their seed."""
+        """The summary of runs that differ only in their seed."""
         first = runs[0]
         places = [crossings(point.gap for point in one.points) for one in runs]
         seconds: list[Spread | None] = []
@@ -142,23 +142,26 @@ class Summary:
             best_auc=Spread.of(max(point.auc for point in one.points) for one in runs),
             seconds=tuple(seconds),
             failures=[one.failure for one in runs if one.failure is not None],
-            curve=Curve.of(runs),
+            curve=ValueCurve.of(runs),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes to a file."""
+        """The figures as a JSON object."""
         return {**asdict(self), "curve": self.curve.to_json()}
 
 
 @dataclass(frozen=True)
 class Lead:
-    """F2SA beside SOBO after as many gradients, at every evaluation of SOBO that both have reached.
+    """F2SA compared with SOBO after equally many gradients.
+
+    They are compared at every evaluation of SOBO whose number of gradients F2SA has reached.
 
     Attributes:
-        corruption, batch: where.
-        points: how many evaluations there are.
-        ahead: at how many of them F2SA has the lower F.
-        least, largest: by which part of the way to the best F it is ahead; None: no evaluation.
+        corruption, batch: those of the runs.
+        points: the number of evaluations compared.
+        ahead: the number of evaluations at which F2SA has the lower F.
+        least, largest: the smallest and largest lead of F2SA, as a fraction of the distance from
+            training without bilevel optimization to the best F; None if nothing was compared.
     """
 
     corruption: float
@@ -170,11 +173,11 @@ class Lead:
 
     @classmethod
     def of(cls, ours: Summary, theirs: Summary, unit: float) -> Lead:
-        """By means over seeds; ours between two evaluations is a line over log(gradients)."""
+        """Compare means over seeds; ours are interpolated linearly in log(gradients)."""
         mine, other = ours.curve, theirs.curve
         shown = (other.step > 0) & (other.gradients <= mine.gradients[-1])
         moved = mine.step > 0
-        if not shown.any():  # a short run on a slow machine
+        if not shown.any():  # possible for a short run on a slow machine
             return cls(ours.corruption, ours.batch, points=0, ahead=0, least=None, largest=None)
         value = np.interp(
             np.log(other.gradients[shown]), np.log(mine.gradients[moved]), mine.value[moved]
@@ -192,12 +195,12 @@ class Lead:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The experiment.
+    """The results of the whole experiment.
 
     Attributes:
-        without: no bilevel, for each part of wrong labels.
-        summaries: of each contender in each place.
-        leads: of F2SA over SOBO, in each place.
+        without: the result without bilevel optimization, for each corruption.
+        summaries: one for each contender, corruption and batch size.
+        leads: the lead of F2SA over SOBO, one for each corruption and batch size.
     """
 
     without: dict[float, Point]
@@ -206,7 +209,7 @@ class Reproduction:
 
     @classmethod
     def of(cls, without: dict[float, Point], runs: list[Run]) -> Reproduction:
-        """What the runs come to."""
+        """Summarise the runs."""
         places: dict[tuple[float, int, str], list[Run]] = {}
         for one in runs:
             places.setdefault((one.corruption, one.batch, one.contender), []).append(one)
@@ -223,7 +226,7 @@ class Reproduction:
         return cls(without, list(summaries.values()), leads)
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes to a file."""
+        """The figures as a JSON object."""
         return {
             "best": [{"corruption": p, "value": value} for p, value in BEST.items()],
             "no_bilevel": [
@@ -245,16 +248,16 @@ def reproduce(
     on_run: Callable[[Run], None] | None = None,
     ledger: Ledger | None = None,
 ) -> Reproduction:
-    """Run every contender on every part of wrong labels with every size of minibatches.
+    """Run every contender with every corruption and batch size.
 
     Args:
-        seconds: of the processor that each run may take.
-        seeds: how many runs of each there are; they differ in their minibatches.
-        seed: of the first of them; the others have the next ones.
-        settings: of the contenders; None: those of the package.
-        data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
-        on_run: is told of each run as it is done.
-        ledger: runs that are there are not done again.
+        seconds: the processor time of each run.
+        seeds: the number of runs of each combination; they differ in their minibatches.
+        seed: the first seed; the other runs use the following ones.
+        settings: the settings of the contenders; None: those of the package.
+        data_dir: the folder that holds MNIST, see :func:`bilevel.data.mnist`.
+        on_run: called with each run as soon as it is done.
+        ledger: keeps finished runs; a run it already holds is not repeated.
     """
     ledger = Ledger(None, {}) if ledger is None else ledger
     checked_number("seconds", seconds, above=True)
@@ -269,7 +272,7 @@ def reproduce(
     without: dict[float, Point] = {}
     runs: list[Run] = []
     for corruption in CORRUPTIONS:
-        task = Task.mnist(corruption, data_dir)
+        task = CleaningTask.mnist(corruption, data_dir)
         without[corruption] = task.without_bilevel()
         for batch in BATCHES:
             for number in range(seed, seed + seeds):

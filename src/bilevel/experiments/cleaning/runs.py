@@ -1,4 +1,4 @@
-"""One run of one contender."""
+"""One run of one contender, and its evaluation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bilevel.run import Solver
 CORRUPTIONS = tuple(BEST)
 BATCHES = (50, 500)
 SPACING = 1.25
-"""Of the numbers of steps after which weights are kept: each is about this times the last."""
+"""The ratio of consecutive step counts at which the weights are kept."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """The data with one part of wrong labels; they are the same for every seed of a run.
+class CleaningTask:
+    """The data with one fraction of wrong labels; the data do not depend on the seed of a run.
 
     Attributes:
-        corruption: p.
-        problems: by how x becomes weights.
+        corruption: p, the fraction of wrong labels.
+        problems: the problem for each value of HyperCleaning's argument ``weights``.
         judge: evaluates weights.
     """
 
@@ -38,8 +38,8 @@ class Task:
     judge: Judge
 
     @classmethod
-    def mnist(cls, corruption: float, data_dir: Path | None = None) -> Task:
-        """The paper's, see :meth:`bilevel.problems.HyperCleaning.mnist`."""
+    def mnist(cls, corruption: float, data_dir: Path | None = None) -> CleaningTask:
+        """The paper's task, see :meth:`bilevel.problems.HyperCleaning.mnist`."""
         problems = {
             weights: HyperCleaning.mnist(corruption, weights=weights, data_dir=data_dir)
             for weights in ("sigmoid", "box")
@@ -47,23 +47,23 @@ class Task:
         return cls(corruption, problems, Judge(problems["box"], BEST[corruption]))
 
     def sizes(self, batch: int) -> Sizes:
-        """Of a run with minibatches of that many samples."""
+        """The sizes of a run with minibatches of ``batch`` samples."""
         problem = self.problems["box"]
         return Sizes(batch, len(problem.x0), len(problem.upper_data[1]))
 
     def without_bilevel(self) -> Point:
-        """What all weights 1 are worth; x never moves, so no step and no second changes it."""
-        return self.point(Kept(0, 0.0, self.judge.problem.x0), 0.0)
+        """The evaluation of all weights 1, which needs no steps."""
+        return self.point(Snapshot(0, 0.0, self.judge.problem.x0), 0.0)
 
-    def point(self, kept: Kept, gradients_per_step: float) -> Point:
-        """What the weights at some step are worth."""
-        problem, weights = self.judge.problem, kept.weights
+    def point(self, snapshot: Snapshot, gradients_per_step: float) -> Point:
+        """Evaluate the weights of a snapshot at their exact lower solution."""
+        problem, weights = self.judge.problem, snapshot.weights
         solution = self.judge.solution(weights)
         value = float(problem.upper(weights, solution, None))
         return Point(
-            step=kept.step,
-            gradients=kept.step * gradients_per_step,
-            seconds=kept.seconds,
+            step=snapshot.step,
+            gradients=snapshot.step * gradients_per_step,
+            seconds=snapshot.seconds,
             value=value,
             gap=self.judge.gap_of(value),
             accuracy=problem.accuracy(solution),
@@ -72,8 +72,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The weights after some steps, and the seconds that these took."""
+class Snapshot:
+    """The weights after some steps, and the seconds that the steps took."""
 
     step: int
     seconds: float
@@ -82,16 +82,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run was after some steps.
+    """The evaluation of a run after some steps.
 
     Attributes:
-        step: how many outer steps were taken.
-        gradients: how many gradients of minibatches they took.
-        seconds: of the processor.
+        step: the number of outer steps taken.
+        gradients: the number of minibatch gradients they took.
+        seconds: their processor time.
         value: F.
-        gap: the part of the way to the best F that is left.
-        accuracy: of the exact lower solution, on the test set.
-        auc: that of the weights, for right labels.
+        gap: the remaining fraction of the distance to the best F.
+        accuracy: the accuracy of the exact lower solution on the test set.
+        auc: the AUC of the weights as scores of right labels.
     """
 
     step: int
@@ -105,14 +105,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """One run of one contender.
 
     Attributes:
-        contender: its name.
-        corruption, batch, seed: of what.
-        settings: of its method.
-        points: the start first.
-        failure: what broke it before its time; None: nothing.
+        contender: the name of the contender.
+        corruption, batch, seed: those of the run.
+        settings: the settings of the method.
+        points: the evaluations, beginning with the start.
+        failure: the message of the error that ended the run early; None if there was none.
     """
 
     contender: str
@@ -132,12 +132,12 @@ class Run:
 
     @property
     def last(self) -> Point:
-        """Where it ended."""
+        """The evaluation at the end of the run."""
         return self.points[-1]
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Run:
-        """What :func:`dataclasses.asdict` gave."""
+        """The inverse of :func:`dataclasses.asdict`."""
         return cls(**{**found, "points": [Point(**point) for point in found["points"]]})
 
 
@@ -146,34 +146,40 @@ def follow(
     seconds: float,
     weight: Callable[[Tensor], Tensor],
     clock: Callable[[], float] = time.process_time,
-) -> tuple[list[Kept], str | None]:
-    """Step until the seconds are spent; weights on the way, and what broke the run if it did.
+) -> tuple[list[Snapshot], str | None]:
+    """Step until the seconds are spent; returns snapshots and the failure message, if any.
 
-    Which steps are kept does not depend on the clock, but for the last of them.
+    The steps of the snapshots do not depend on the clock, except for the last one.
     """
     spent, due = 0.0, 1
-    kept = [Kept(0, 0.0, weight(solver.x))]
+    snapshots = [Snapshot(0, 0.0, weight(solver.x))]
     while spent < seconds:
         start = clock()
         try:
             solver.step(measure=False)
         except RunError as error:
-            return kept, str(error)
+            return snapshots, str(error)
         spent += clock() - start
         if solver.k == due or spent >= seconds:
-            kept.append(Kept(solver.k, spent, weight(solver.x)))
+            snapshots.append(Snapshot(solver.k, spent, weight(solver.x)))
         if solver.k == due:
             due = math.ceil(SPACING * due)
-    return kept, None
+    return snapshots, None
 
 
 def run(
-    task: Task, contender: Contender, settings: Settings, *, batch: int, seed: int, seconds: float
+    task: CleaningTask,
+    contender: Contender,
+    settings: Settings,
+    *,
+    batch: int,
+    seed: int,
+    seconds: float,
 ) -> Run:
-    """One run, evaluated after it is over."""
+    """One run, evaluated after its end so that evaluation is not timed."""
     problem = task.problems[contender.weights]
     solver = contender.solver(problem, settings, batch, seed)
-    kept, failure = follow(solver, seconds, problem.weight)
+    snapshots, failure = follow(solver, seconds, problem.weight)
     cost = contender.gradients_per_step(solver, task.sizes(batch))
-    points = [task.point(one, cost) for one in kept]
+    points = [task.point(snapshot, cost) for snapshot in snapshots]
     return Run(contender.name, task.corruption, batch, seed, settings, points, failure)

@@ -15,7 +15,7 @@ PACKAGED = Path(__file__).with_name("settings.json")
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of a grid, and the gap that it left, to 0.1%; None: it broke."""
+    """One combination of a grid and its gap, rounded to 0.1%; None: the run failed."""
 
     settings: Settings
     gap: float | None
@@ -23,13 +23,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a contender in one place of the experiment.
+    """The settings chosen for one contender, corruption and batch size.
 
     Attributes:
-        contender: its name.
-        corruption, batch: where.
-        settings: the trial with the lowest gap.
-        trials: all of them.
+        contender: the name of the contender.
+        corruption, batch: those of the trials.
+        settings: the settings of the trial with the lowest gap.
+        trials: all trials.
     """
 
     contender: str
@@ -39,15 +39,15 @@ class Choice:
     trials: list[Trial]
 
     def __str__(self) -> str:
-        gaps = ", ".join("broke" if t.gap is None else f"{t.gap:.1%}" for t in self.trials)
+        gaps = ", ".join("failed" if t.gap is None else f"{t.gap:.1%}" for t in self.trials)
         return (
             f"p {self.corruption}, batch {self.batch}, {self.contender}: {self.settings}; "
-            f"the gaps of all: {gaps}"
+            f"the gaps of all trials: {gaps}"
         )
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Choice:
-        """What :func:`dataclasses.asdict` gave."""
+        """The inverse of :func:`dataclasses.asdict`."""
         return cls(**{**found, "trials": [Trial(**trial) for trial in found["trials"]]})
 
 
@@ -56,10 +56,10 @@ class Tuned:
     """Settings for the whole experiment.
 
     Attributes:
-        how: they were found, in words.
-        seconds: of the processor that each trial had.
-        seed: of its minibatches.
-        choices: one for each contender and place.
+        how: how they were found, in words.
+        seconds: the processor time of each trial.
+        seed: the seed of the minibatches of the trials.
+        choices: one for each contender, corruption and batch size.
     """
 
     how: str
@@ -68,13 +68,10 @@ class Tuned:
     choices: list[Choice]
 
     def of(self, contender: str, corruption: float, batch: int) -> Settings:
-        """The settings of a contender in one place."""
+        """The settings of a contender for one corruption and batch size."""
+        wanted = (contender, corruption, batch)
         for choice in self.choices:
-            if (choice.contender, choice.corruption, choice.batch) == (
-                contender,
-                corruption,
-                batch,
-            ):
+            if (choice.contender, choice.corruption, choice.batch) == wanted:
                 return choice.settings
         raise ArgumentError(
             f"there are no settings of {contender!r} for corruption {corruption} and "
@@ -82,12 +79,12 @@ class Tuned:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes to a file."""
+        """The settings as a JSON object."""
         return asdict(self)
 
     @classmethod
     def load(cls, path: Path) -> Tuned:
-        """What :meth:`to_json` gave."""
+        """Read settings from a file that holds the result of :meth:`to_json`."""
         try:
             found = json.loads(path.read_text())
             choices = [Choice.from_json(choice) for choice in found["choices"]]
@@ -100,5 +97,5 @@ class Tuned:
 
     @classmethod
     def packaged(cls) -> Tuned:
-        """Those with which the figures of the project were made."""
+        """The settings with which the published figures of this project were made."""
         return cls.load(PACKAGED)

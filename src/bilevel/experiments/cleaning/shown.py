@@ -1,4 +1,4 @@
-"""The tables and the figure."""
+"""The tables and the figure of the experiment."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from bilevel.experiments.judge import BEST, TARGETS
 LABELS = {contender.name: contender.label for contender in CONTENDERS}
 NO_BILEVEL = "no bilevel"
 
+_PLACES = tuple(itertools.product(CORRUPTIONS, BATCHES))
 _TICKS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # gaps
 _STYLES = {
     "f2sa": ("C0", "-", 2.4),
@@ -30,9 +31,8 @@ _STYLES = {
 
 
 def tables(reproduction: Reproduction) -> list[Table]:
-    """Means over seeds, with deviations below them, one table for each place."""
-    places = itertools.product(CORRUPTIONS, BATCHES)
-    return [_table(reproduction, corruption, batch) for corruption, batch in places]
+    """Means over seeds with deviations below them, a table for each corruption and batch size."""
+    return [_table(reproduction, *place) for place in _PLACES]
 
 
 def _table(reproduction: Reproduction, corruption: float, batch: int) -> Table:
@@ -44,16 +44,15 @@ def _table(reproduction: Reproduction, corruption: float, batch: int) -> Table:
     shown.add_column("method", min_width=17, max_width=17)
     for heading in ("F", "gap", "test", "AUC", *(f"{target:.0%}, s" for target in TARGETS)):
         shown.add_column(heading, justify="right", no_wrap=True)
-    for row in reproduction.summaries:
-        if (row.corruption, row.batch) == (corruption, batch):
-            shown.add_row(
-                LABELS[row.contender],
-                _stated(row.value, ".4f"),
-                _stated(row.gap, ".1%"),
-                _stated(row.accuracy, ".1%"),
-                _stated(row.auc, ".3f"),
-                *(_stated(seconds, ".2f") for seconds in row.seconds),
-            )
+    for summary in _of_place(reproduction, corruption, batch):
+        shown.add_row(
+            LABELS[summary.contender],
+            _stated(summary.value, ".4f"),
+            _stated(summary.gap, ".1%"),
+            _stated(summary.accuracy, ".1%"),
+            _stated(summary.auc, ".3f"),
+            *(_stated(seconds, ".2f") for seconds in summary.seconds),
+        )
     point = reproduction.without[corruption]
     shown.add_row(
         *(NO_BILEVEL, f"{point.value:.4f}", f"{point.gap:.1%}", f"{point.accuracy:.1%}"),
@@ -62,8 +61,12 @@ def _table(reproduction: Reproduction, corruption: float, batch: int) -> Table:
     return shown
 
 
+def _of_place(reproduction: Reproduction, corruption: float, batch: int) -> list[Summary]:
+    return [s for s in reproduction.summaries if (s.corruption, s.batch) == (corruption, batch)]
+
+
 def leads(reproduction: Reproduction) -> list[str]:
-    """F2SA beside SOBO, a line for each place."""
+    """F2SA compared with SOBO, a line for each corruption and batch size."""
     return [f"p {one.corruption}, batch {one.batch}: {_lead(one)}" for one in reproduction.leads]
 
 
@@ -77,9 +80,9 @@ def _lead(lead: Lead) -> str:
 
 
 def plot(reproduction: Reproduction, path: Path) -> None:
-    """Write F against steps, gradients and seconds, a column for each place.
+    """Plot F against steps, gradients and seconds, a column for each corruption and batch size.
 
-    The distance to the best value is in logarithms; the scale says which F and which gap it is.
+    The distance to the best value is shown on a logarithmic scale, labelled with F and the gap.
     """
     import matplotlib
 
@@ -92,21 +95,19 @@ def plot(reproduction: Reproduction, path: Path) -> None:
         "gradients": ("minibatch gradients", 30.0),
         "seconds": ("seconds of one core", 0.03),
     }
-    places = [(corruption, batch) for corruption in CORRUPTIONS for batch in BATCHES]
     figure, panels = plt.subplots(
-        len(rows), len(places), figsize=(14, 9.5), squeeze=False, constrained_layout=True
+        len(rows), len(_PLACES), figsize=(14, 9.5), squeeze=False, constrained_layout=True
     )
     for line, (against, (label, first)) in zip(panels, rows.items(), strict=True):
-        for axis, (corruption, batch) in zip(line, places, strict=True):
-            for summary in reproduction.summaries:
-                if (summary.corruption, summary.batch) == (corruption, batch):
-                    _draw(axis, summary, against)
+        for axis, (corruption, batch) in zip(line, _PLACES, strict=True):
+            for summary in _of_place(reproduction, corruption, batch):
+                _draw(axis, summary, against)
             _scale(axis, BEST[corruption], reproduction.without[corruption])
             axis.set_xlabel(label)
             axis.set_xlim(left=first)
             if batch != BATCHES[0]:
-                axis.set_yticklabels([])  # as beside it
-    for axis, (corruption, batch) in zip(panels[0], places, strict=True):
+                axis.set_yticklabels([])  # The panel to the left has the same scale.
+    for axis, (corruption, batch) in zip(panels[0], _PLACES, strict=True):
         axis.set_title(f"{corruption:.0%} wrong labels, batch {batch}")
     for line in panels:
         line[0].set_ylabel("F at the exact lower solution")

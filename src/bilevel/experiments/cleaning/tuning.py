@@ -1,4 +1,4 @@
-"""How the settings were found."""
+"""The search for the settings of the contenders."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from bilevel.errors.checks import checked_number
 from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Settings
-from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Task, follow
+from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, CleaningTask, follow
 from bilevel.experiments.cleaning.settings import Choice, Trial, Tuned
 from bilevel.experiments.ledger import Ledger
 
 SEED = 1000
-"""Of the trials; the runs that are reported have others."""
+"""The seed of the trials; the reported runs use other seeds."""
 
 HOW = (
     "Every combination of a grid was run once for each contender, part of wrong labels and size of "
@@ -36,16 +36,16 @@ def tune(
     """Try every combination of every contender's grid.
 
     Args:
-        seconds: of the processor that each trial may take.
-        data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
-        on_choice: is told of each choice as it is made.
-        ledger: choices that are there are not made again.
+        seconds: the processor time of each trial.
+        data_dir: the folder that holds MNIST, see :func:`bilevel.data.mnist`.
+        on_choice: called with each choice as soon as it is made.
+        ledger: keeps finished choices; a choice it already holds is not repeated.
     """
     ledger = Ledger(None, {}) if ledger is None else ledger
     checked_number("seconds", seconds, above=True)
     choices = []
     for corruption in CORRUPTIONS:
-        task = Task.mnist(corruption, data_dir)
+        task = CleaningTask.mnist(corruption, data_dir)
         for batch in BATCHES:
             for contender in CONTENDERS:
                 choice = ledger.part(
@@ -60,7 +60,7 @@ def tune(
     return Tuned(HOW, seconds, SEED, choices)
 
 
-def _choice(task: Task, contender: Contender, batch: int, seconds: float) -> Choice:
+def _choice(task: CleaningTask, contender: Contender, batch: int, seconds: float) -> Choice:
     trials = [
         Trial(settings, _gap(task, contender, settings, batch, seconds))
         for settings in contender.choices
@@ -70,9 +70,9 @@ def _choice(task: Task, contender: Contender, batch: int, seconds: float) -> Cho
 
 
 def _gap(
-    task: Task, contender: Contender, settings: Settings, batch: int, seconds: float
+    task: CleaningTask, contender: Contender, settings: Settings, batch: int, seconds: float
 ) -> float | None:
     problem = task.problems[contender.weights]
     solver = contender.solver(problem, settings, batch, SEED)
-    kept, failure = follow(solver, seconds, problem.weight)
-    return None if failure else round(task.judge.gap(kept[-1].weights), 3)
+    snapshots, failure = follow(solver, seconds, problem.weight)
+    return None if failure else round(task.judge.gap(snapshots[-1].weights), 3)
