@@ -240,7 +240,7 @@ def _direct(run: Callable[[list[Any]], Any], arguments: tuple[Any, ...]) -> Code
     cells = [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
     if len(cells) == 1 and isinstance(cells[0], Later):
         (entry,) = cells
-        names, module = run.__code__.co_names, run.__globals__  # type: ignore[attr-defined]
+        names, module = run.__code__.co_names, run.__globals__
         constants = any(isinstance(module.get(name), torch.Tensor) for name in names)
         if not constants and all(isinstance(argument, torch.Tensor) for argument in arguments):
             handles: Callable[..., Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
