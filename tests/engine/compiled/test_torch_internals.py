@@ -99,7 +99,6 @@ def test_without_the_shortcuts_steps_are_compiled_as_well(monkeypatch: pytest.Mo
     "internal",
     [
         "torch._dynamo.symbolic_convert.TensorifyState",
-        "torch._inductor.pattern_matcher.stable_topological_sort",
         "torch._inductor.compile_fx.compile_fx_inner",
     ],
 )
