@@ -1,13 +1,13 @@
-"""Nothing set by hand against the best of many settings.
+"""F2SA with nothing set by hand against the best of a grid of settings.
 
-For each task a grid of F2SA's settings (both rates and the multiplier) is run for the same number
-of outer steps, and the run that ends with the lowest F is the tuned one. Then F2SA runs with its
-defaults alone, with three times the evaluations of f and g of the tuned run, those of its own
-measurements included. What is asked of it: to come to 90% of the tuned decrease of F, and never to
-end above where it began.
+For each task F2SA runs for the same number of outer steps with every setting of a grid (both rates
+and the multiplier); the run that ends with the lowest F is the tuned run. Then F2SA runs with its
+defaults, with three times the evaluations of f and g that the tuned run made; the evaluations by
+which "auto" measures are included. It passes if it reaches 90% of the tuned run's decrease of F
+and does not end above its start.
 
-The quadratic is scaled: f and g by a factor each, x and y by changing their units. A scaled
-quadratic with settings scaled likewise has the same iterates, so each condition is tuned once,
+The quadratic is scaled: f and g by a factor each, x and y by a change of units. A scaled quadratic
+with settings scaled accordingly has the same iterates, so each condition number is tuned once,
 unscaled. MNIST needs its files, see :func:`bilevel.data.mnist`.
 """
 
@@ -26,11 +26,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import report
+from bilevel import F2SA, Problem, Solver
 from bilevel.errors import NonFiniteError
-from bilevel.methods import F2SA
-from bilevel.problem import Problem
 from bilevel.problems import HyperCleaning, Quadratic, WeightedLogistic
-from bilevel.run import Solver
 
 CONDITIONS = (1.0, 10.0, 100.0, 1e3, 1e4)
 SMALL, LARGE = 1e-3, 1e3
@@ -44,24 +42,27 @@ SCALES = (
     ),
     *itertools.product((SMALL, LARGE), repeat=4),
 )
-"""Of f, g, x and y: none, each alone, all together in every combination."""
+"""The scales of f, g, x and y: none, each alone, and all combinations of all four."""
 
 SHARE = 0.9
+"""The share of the tuned run's decrease of F that has to be reached."""
+
 BUDGET = 3
+"""The evaluations that the default settings may use, as a multiple of the tuned run's."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A problem whose F is known, where to start, and what to try.
+    """A problem whose F is known, its start, and the grid of settings.
 
     Attributes:
-        name: what the row is called.
-        problem, x0, y0: as a solver takes them.
-        value: F.
+        name: the name of the row.
+        problem, x0, y0: the arguments of a solver.
+        value: the function F.
         lower_lrs, upper_lrs, multipliers: the grid.
-        steps: of each tuned run.
-        data: of the solver.
-        look: at which outer steps F is evaluated, of those in the budget.
+        steps: the number of outer steps for each setting of the grid.
+        data: the further keywords of the solver.
+        look: says at which outer steps of the run with defaults F is evaluated.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Task:
     look: Callable[[int], bool] = lambda step: True
 
     def settings(self) -> list[dict[str, float]]:
-        """The grid."""
+        """Return every combination of the grid."""
         names = ("lower_lr", "upper_lr", "multiplier")
         grid = itertools.product(self.lower_lrs, self.upper_lrs, self.multipliers)
         return [dict(zip(names, choice, strict=True)) for choice in grid]
@@ -85,13 +86,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best of a grid.
+    """The best run of a grid.
 
     Attributes:
-        settings: that led to it.
-        tried: how many were.
-        decrease: of F, from the start to the end.
-        evaluations: of f and g together.
+        settings: the settings of that run.
+        tried: the number of settings in the grid.
+        decrease: the decrease of F from the start to the end.
+        evaluations: the number of evaluations of f and g together.
     """
 
     settings: dict[str, float]
@@ -105,15 +106,15 @@ class Row:
     """One task.
 
     Attributes:
-        task: its name.
-        scales: of f, g, x and y.
-        tuned: the best of the grid.
-        reached: the evaluations after which 90% of its decrease was reached, as a multiple of its
-            own; infinite if never.
-        highest: the largest decrease within the budget, as a share of the tuned one.
-        last: that at the end of the budget.
-        diverged: whether it broke or ended above its start.
-        multiplier, lower_lr, upper_lr: what was used in the last step.
+        task: the name of the task.
+        scales: the scales of f, g, x and y.
+        tuned: the best run of the grid.
+        reached: the evaluations until 90% of the tuned decrease was reached, as a multiple of the
+            tuned run's; infinite if it was not reached.
+        highest: the largest decrease within the budget, as a share of the tuned decrease.
+        last: the decrease at the end of the budget, as a share of the tuned decrease.
+        diverged: whether a number was not finite, or F ended above its start.
+        multiplier, lower_lr, upper_lr: the values that the last step used.
     """
 
     task: str
@@ -129,7 +130,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether what is asked was done."""
+        """Whether 90% of the tuned decrease was reached within the budget, and kept."""
         return self.reached <= BUDGET and not self.diverged
 
 
@@ -152,7 +153,7 @@ class Counted(Problem):
 
 
 def tune(task: Task) -> Tuned:
-    """Run the grid, and keep the run that ends lowest."""
+    """Run the grid and return the run that ends with the lowest F."""
     first = task.value(task.x0)
     best = None
     for settings in task.settings():
@@ -166,12 +167,12 @@ def tune(task: Task) -> Tuned:
             decrease = first - task.value(solver.x)
             if math.isfinite(decrease) and (best is None or decrease > best.decrease):
                 best = Tuned(settings, len(task.settings()), decrease, problem.evaluations)
-    assert best is not None, "every setting of the grid diverged"
+    assert best is not None, f"every setting of the grid diverged on {task.name}"
     return best
 
 
 def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed: int = 0) -> Row:
-    """Run with nothing set, on three times the evaluations."""
+    """Run F2SA with its defaults and three times the evaluations of the tuned run."""
     f_scale, g_scale, x_scale, y_scale = scales
     problem = Counted(
         Problem(
@@ -183,12 +184,10 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
         if scales != UNSCALED
         else task.problem
     )
-    solver = Solver(
-        problem, task.x0 * x_scale, task.y0 * y_scale, method=F2SA(), seed=seed, **task.data
-    )
+    solver = Solver(problem, task.x0 * x_scale, task.y0 * y_scale, method=F2SA(), seed=seed, **task.data)
     problem.evaluations = 0
     first = task.value(task.x0)
-    highest, share, reached, broken, info = -math.inf, 0.0, math.inf, False, None
+    highest, share, reached, failed, info = -math.inf, 0.0, math.inf, False, None
     try:
         while problem.evaluations < BUDGET * tuned.evaluations:
             info = solver.step(measure=False)
@@ -199,7 +198,7 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
                     reached = problem.evaluations / tuned.evaluations
         share = (first - task.value(solver.x / x_scale)) / tuned.decrease
     except NonFiniteError:
-        broken = True
+        failed = True
     return Row(
         task=task.name,
         scales=scales,
@@ -207,7 +206,7 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
         reached=reached,
         highest=highest,
         last=share,
-        diverged=broken or not share >= 0,
+        diverged=failed or not share >= 0,
         multiplier=math.nan if info is None else info.multiplier,
         lower_lr=math.nan if info is None else info.lower_lr,
         upper_lr=math.nan if info is None else info.upper_lr,
@@ -215,7 +214,7 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
 
 
 def quadratic(condition: float, seed: int) -> Task:
-    """The known quadratic; its largest curvatures are 1."""
+    """Make the task of a quadratic with known F; its largest curvatures are 1."""
     problem = Quadratic(condition=condition, seed=seed)
     return Task(
         name=f"quadratic, kappa {condition:g}",
@@ -230,7 +229,7 @@ def quadratic(condition: float, seed: int) -> Task:
 
 
 def logistic(seed: int, batch_size: int | None) -> Task:
-    """Sample weights for logistic regression."""
+    """Make the task of sample weights for logistic regression."""
     problem = WeightedLogistic(seed=seed)
     data: dict[str, Any] = {}
     if batch_size is not None:
@@ -254,7 +253,7 @@ def logistic(seed: int, batch_size: int | None) -> Task:
 
 
 def cleaning(weights: str, direction: str | None, data_dir: Path | None, seed: int) -> Task:
-    """The paper's task, 30% of the labels wrong, minibatches of 500."""
+    """Make the paper's task on MNIST with 30% wrong labels and batches of 500."""
     problem = HyperCleaning.mnist(
         corruption=0.3, seed=seed, weights=weights, data_dir=data_dir, dtype=torch.float32
     )
@@ -291,7 +290,7 @@ def run(
     data_dir: Path | None = None,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Every task."""
+    """Measure every task."""
     makers: list[Callable[[], Iterator[Row]]] = []
 
     def scaled(condition: float) -> Callable[[], Iterator[Row]]:
@@ -321,10 +320,10 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line per task; of the scaled ones the worst.
+    """Lay out one line per task, with the worst figures over its scales.
 
-    "decrease" is that of the tuned run, "cost" what it took to come to 90% of it, as a multiple of
-    the tuned run's evaluations; "best" and "end" are shares of its decrease.
+    "decrease" is the tuned run's, "cost" the evaluations until 90% of it as a multiple of the tuned
+    run's; "best" and "end" are shares of its decrease.
     """
     lines: dict[str, list[Row]] = {}
     for row in rows:

@@ -1,7 +1,7 @@
-"""Many seeds at once against one after another, on the cleaning of labels.
+"""Many seeds at once against one after another, on label cleaning.
 
-Softmax regression with weights sigmoid(x_i) on 19,000 random images of the size of MNIST's, 50 in a
-minibatch, F2SA with T = 10: a run so small that most of its time goes into starting its operations.
+Softmax regression with weights sigmoid(x_i) on 19,000 random images of the size of MNIST's, batches
+of 50, F2SA with T = 10: a run so small that launching its operations takes most of the time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks import report
+from bilevel import F2SA, Problem, minimize, minimize_many
 from bilevel.errors.checks import check_count
-from bilevel.methods import F2SA
-from bilevel.problem import Problem
-from bilevel.run import minimize
-from bilevel.run.many import minimize_many
 
 SAMPLES, PIXELS, CLASSES = 19_000, 784, 10
 BATCH = 50
@@ -34,11 +31,11 @@ class Row:
     """One number of runs.
 
     Attributes:
-        runs: how many, each with a seed of its own.
-        loop_seconds: one after another, the median of the repeats.
-        many_seconds: at once, likewise.
-        ratio: of the second to the first; the median of the repeats, each of which compares what
-            ran within moments of each other.
+        runs: the number of runs, each with its own seed.
+        loop_seconds: the time of all runs one after another, the median of the repeats.
+        many_seconds: the time of all runs at once, the median of the repeats.
+        ratio: the median over the repeats of ``many_seconds / loop_seconds``; the two times of a
+            repeat are measured directly after each other.
     """
 
     runs: int
@@ -56,15 +53,15 @@ def run(
     seed: int = 0,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Powers of two up to ``runs``, from an eighth of it on.
+    """Measure an eighth, a quarter, a half and all of ``runs``.
 
     Args:
         runs: the largest number of runs.
-        steps: outer steps of each.
-        repeats: how often; the two ways and all numbers take turns within each repeat.
-        device: where.
-        seed: of the data.
-        track: shows progress.
+        steps: the number of outer steps of each run.
+        repeats: the number of repeats; within each, both ways and all numbers of runs take turns.
+        device: where to compute.
+        seed: the seed of the data.
+        track: wraps a sequence to show progress.
     """
     for name, value in (("runs", runs), ("steps", steps), ("repeats", repeats)):
         check_count(name, value)
@@ -79,7 +76,7 @@ def run(
     def at_once(count: int) -> None:
         minimize_many(problem, *start, methods=METHOD, seeds=count, **options)
 
-    one_after_another(1)  # what a process loads only once
+    one_after_another(1)  # Warm-up: imports and caches of the process are not measured.
     at_once(2)
     times: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
     for _, count in track([(repeat, count) for repeat in range(repeats) for count in counts]):
@@ -98,7 +95,7 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows to read."""
+    """Lay the rows out for printing."""
     return report.table(
         f"runs with minibatches of {BATCH}",
         rows,
@@ -112,7 +109,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def cleaning(device: str, seed: int) -> tuple[Problem, tuple[Tensor, Tensor], dict[str, Any]]:
-    """The problem, where it starts, and its data as :func:`bilevel.minimize` takes them."""
+    """Return the problem, its start (x0, y0) and the data keywords of :func:`bilevel.minimize`."""
     generator = torch.Generator(device).manual_seed(seed)
     images = torch.rand(SAMPLES, PIXELS, generator=generator, device=device)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator, device=device)

@@ -1,8 +1,8 @@
-"""What it takes each method to bring ||grad F||^2 to 1e-6 of its start on a quadratic.
+"""The work of each method to bring ||grad F||^2 to 1e-6 of its initial value on a quadratic.
 
-The settings are those of the contract tests. What is counted are evaluations of f and of g, each
-differentiated at least once; products with second derivatives come on top for the methods of
-order 2.
+The contract tests use the same settings. The counts are evaluations of f and of g, each of which is
+differentiated at least once; products with second derivatives, which methods of order 2 need as
+well, are not counted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import report
+from bilevel import METHODS, Solver
 from bilevel.errors import NonFiniteError
 from bilevel.errors.checks import check_count
-from bilevel.methods import METHODS
 from bilevel.problems import Quadratic
-from bilevel.run import Solver
 from bilevel.stepping.schedules import Power, Ramp
 
 TARGET = 1e-6
-"""Of ||grad F||^2, as a share of what it is at the start."""
+"""The target for ||grad F||^2, as a fraction of its initial value."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ class Case:
     """A method with settings that a user could have chosen.
 
     Attributes:
-        name: in :data:`bilevel.METHODS`.
-        settings: its arguments.
-        steps: outer steps in which they reach :data:`TARGET` on ``Quadratic(seed=0)``.
-        label: which of several cases of one method.
+        name: the name in :data:`bilevel.METHODS`.
+        settings: the arguments of the method.
+        steps: the number of outer steps that reach :data:`TARGET` on ``Quadratic(seed=0)``.
+        label: tells several cases of one method apart.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Case:
         return f"{self.name} {self.label}".strip()
 
     def method(self, **more: Any) -> Any:
-        """The method with these settings, and ``more``."""
+        """Make the method with these settings and ``more``."""
         return METHODS[self.name](**{**self.settings, **more})
 
     @property
     def order(self) -> int:
-        """The highest order of derivatives used."""
+        """The highest order of derivatives that the method uses."""
         return METHODS[self.name].properties.order
 
 
@@ -93,21 +92,21 @@ CASES = [
     Case("aid", {"lower_lr": 1.0, "upper_lr": 1.0}, steps=30),
     Case("itd", {"lower_lr": 1.0, "upper_lr": 1.0, "inner_steps": 60}, steps=30),
 ]
-"""Every method that moves x."""
+"""One case for every method that moves x."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method took.
+    """The work of one method.
 
     Attributes:
-        method: its name.
-        order: the highest order of derivatives used.
+        method: the name of the method.
+        order: the highest order of derivatives that it uses.
         settings: its arguments.
-        reached: whether it came to the target; if not, the rest is what it had spent by then.
-        steps: outer steps.
-        upper_evaluations, lower_evaluations: of f and of g.
-        seconds: the median of the repeats.
+        reached: whether it reached the target; if not, the other figures are what it spent.
+        steps: the number of outer steps.
+        upper_evaluations, lower_evaluations: the numbers of evaluations of f and of g.
+        seconds: the time, the median of the repeats.
     """
 
     method: str
@@ -128,7 +127,7 @@ class Counted(Quadratic):
         self.reset()
 
     def reset(self) -> None:
-        """Count from 0 again."""
+        """Set both counts to 0."""
         self.upper_evaluations = self.lower_evaluations = 0
 
     def _upper(self, x: Tensor, y: Tensor, noise: Tensor | None) -> Tensor:
@@ -141,7 +140,7 @@ class Counted(Quadratic):
 
 
 def measure(case: Case, *, seed: int = 0, repeats: int = 3) -> Row:
-    """Run one case to the target, to twice the steps that it is good for, or until it breaks."""
+    """Run one case to the target, to a non-finite number or to twice ``case.steps``."""
     check_count("repeats", repeats)
     seconds = []
     for _ in range(repeats):
@@ -150,14 +149,14 @@ def measure(case: Case, *, seed: int = 0, repeats: int = 3) -> Row:
         problem.reset()
         start = time.perf_counter()
         with suppress(NonFiniteError):
-            while left(problem, solver) > TARGET and solver.k < 2 * case.steps:
+            while remaining(problem, solver) > TARGET and solver.k < 2 * case.steps:
                 solver.step(measure=False)
         seconds.append(time.perf_counter() - start)
     return Row(
         method=case.name,
         order=case.order,
         settings={name: repr(value) for name, value in case.settings.items()},
-        reached=left(problem, solver) <= TARGET,
+        reached=remaining(problem, solver) <= TARGET,
         steps=solver.k,
         upper_evaluations=problem.upper_evaluations,
         lower_evaluations=problem.lower_evaluations,
@@ -165,21 +164,21 @@ def measure(case: Case, *, seed: int = 0, repeats: int = 3) -> Row:
     )
 
 
-def left(problem: Quadratic, solver: Solver) -> float:
-    """||grad F||^2 as a share of what it is at the start."""
+def remaining(problem: Quadratic, solver: Solver) -> float:
+    """Return ||grad F||^2 as a fraction of its initial value."""
     now, start = (problem.gradient(x) for x in (solver.x, problem.x0))
     return float((now @ now) / (start @ start))
 
 
 def run(*, seed: int = 0, repeats: int = 3, track: report.Track = iter) -> list[Row]:
-    """Every case on the quadratic of that seed."""
+    """Measure every case on the quadratic of that seed."""
     return [measure(case, seed=seed, repeats=repeats) for case in track(CASES)]
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows to read."""
+    """Lay the rows out for printing."""
     return report.table(
-        "to ||grad F||^2 = 1e-6 of its start",
+        "to ||grad F||^2 = 1e-6 of its initial value",
         rows,
         {
             "method": lambda row: row.method,

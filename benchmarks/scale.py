@@ -1,12 +1,12 @@
-"""What the steps of F2SA cost against the sizes of a problem, one of them varied at a time.
+"""The cost of F2SA steps against the sizes of a problem, varied one at a time.
 
-Softmax regression with weights sigmoid(x_i), as in :mod:`benchmarks.overhead`. What is
-varied: d, the features of a sample; n, the samples, of which each has a weight; T, the inner steps
-of an outer one; the batch. Each is taken from a tenth to ten times its size in label cleaning of
-MNIST.
+The problem is softmax regression with weights sigmoid(x_i), as in :mod:`benchmarks.overhead`. The
+sizes are d, the number of features; n, the number of samples, each with its own weight; T, the
+number of inner steps of an outer step; and the batch size. Each varies from a tenth to ten times
+its value in label cleaning of MNIST.
 
-An outer step with 2T inner steps and one with T differ in T inner steps; that is how one of these
-is timed. What then is left of an outer step is the step of x.
+The time of an inner step is that of an outer step with 2T inner steps minus that of an outer step
+with T, divided by T. The rest of an outer step is the step of x.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.overhead.task import Task
+from bilevel import Solver
 from bilevel.errors.checks import check_count
-from bilevel.run import Solver
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a problem and its steps."""
+    """The sizes of a problem and of its steps."""
 
     d: int
     n: int
@@ -42,17 +42,17 @@ WAYS = {"eager": False, "compiled": True}
 
 @dataclass(frozen=True)
 class Row:
-    """One size, with all others at their base.
+    """One value of one size, with all other sizes at the base.
 
     Attributes:
         way: "eager" or "compiled".
-        varied: which size, "d", "n", "T" or "batch".
-        size: its value.
-        outer_seconds: of an outer step, the median of the repeats.
-        outer_ratio: to the base; the median of the repeats, each of which compares what ran within
-            moments of each other.
-        inner_seconds: of an inner step, the median of the repeats.
-        inner_ratio: of that to the base's.
+        varied: the size that is varied, "d", "n", "T" or "batch".
+        size: the value of that size.
+        outer_seconds: the time of an outer step, the median of the repeats.
+        outer_ratio: the median over the repeats of the ratio of that time to the base's in the same
+            repeat.
+        inner_seconds: the time of an inner step, the median of the repeats.
+        inner_ratio: the ratio of ``inner_seconds`` to the base's.
     """
 
     way: str
@@ -73,15 +73,15 @@ def run(
     seed: int = 0,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Every size in every way.
+    """Measure every size, with eager and with compiled steps.
 
     Args:
-        compiled: whether to time compiled steps too.
-        steps: outer steps that are timed together.
-        repeats: how often; all values of a size take turns within each repeat.
-        device: where.
-        seed: of the data and the minibatches.
-        track: shows progress.
+        compiled: whether to measure compiled steps as well.
+        steps: the number of outer steps that are timed together.
+        repeats: the number of repeats; within each, all values of a size take turns.
+        device: where to compute.
+        seed: the seed of the data and the batches.
+        track: wraps a sequence to show progress.
     """
     for name, value in (("steps", steps), ("repeats", repeats)):
         check_count(name, value)
@@ -93,7 +93,7 @@ def run(
         [(*one, repeat) for one in series for repeat in range(repeats)]
     ):
         if repeat == 0:
-            points.clear()  # the data of the last series need not stay
+            points.clear()  # Frees the data of the previous series.
             points += [_Point(sizes, WAYS[way], device, seed) for sizes in _around(varied)]
         for turn in range(len(points)):
             points[(turn + repeat) % len(points)].measure(steps)
@@ -104,7 +104,7 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows to read."""
+    """Lay the rows out for printing."""
     return report.table(
         f"F2SA at d = {BASE.d}, n = {BASE.n:,}, T = {BASE.T}, batch = {BASE.batch}, and around",
         rows,
@@ -126,7 +126,7 @@ def _around(varied: str) -> Iterator[Sizes]:
 
 
 class _Point:
-    """The steps at one point, and how long they took."""
+    """The solvers for one choice of sizes, and the times of their steps."""
 
     def __init__(self, sizes: Sizes, compile: bool, device: str, seed: int) -> None:
         self.sizes = sizes
@@ -137,16 +137,16 @@ class _Point:
         self._outer: list[float] = []
         self._inner: list[float] = []
         for solver in self._solvers:
-            solver.step(measure=False)  # what is loaded and compiled once
+            solver.step(measure=False)  # Warm-up: compilation is not measured.
 
     def measure(self, steps: int) -> None:
-        """Once more."""
+        """Take the times of one more repeat."""
         once, twice = (self._seconds(solver, steps) for solver in self._solvers)
         self._outer.append(once)
         self._inner.append((twice - once) / self.sizes.T)
 
     def row(self, way: str, varied: str, base: _Point) -> Row:
-        """What was found, beside what was found at the base."""
+        """Summarize the repeats, with ratios to the base."""
         ratios = [mine / other for mine, other in zip(self._outer, base._outer, strict=True)]
         inner = median(self._inner)
         return Row(
@@ -160,7 +160,7 @@ class _Point:
         )
 
     def _seconds(self, solver: Solver, steps: int) -> float:
-        solver.step(measure=False)  # what the others drove out of the caches comes back
+        solver.step(measure=False)  # Refills the caches that the other solvers emptied.
         self._synchronise()
         start = time.perf_counter()
         for _ in range(steps):

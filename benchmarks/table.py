@@ -1,8 +1,8 @@
 """Time and memory of an F2SA step with one weight per sample, against the number of samples.
 
-Softmax regression with weights sigmoid(x_i), on 10,000 images that serve any number of samples
-(sample i is image i modulo 10,000), so that nothing but x grows. x is a :class:`~bilevel.Table`
-or, for comparison, a plain tensor.
+The problem is softmax regression with weights sigmoid(x_i). Sample i is image i modulo 10,000, so
+that x alone grows with the number of samples. x is a :class:`~bilevel.Table` or, for comparison, a
+plain tensor.
 """
 
 from __future__ import annotations
@@ -15,40 +15,37 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from rich.table import Table as Shown
+from rich.table import Table as RichTable
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks import report
+from bilevel import F2SA, Problem, Solver, Table
 from bilevel.errors.checks import check_count
-from bilevel.methods import F2SA
-from bilevel.problem import Problem
-from bilevel.run import Solver
-from bilevel.variables import Table
 
 Kind = Literal["table", "tensor"]
 
 BATCHES = (50, 500)
 LEAST = 10_000
 TENSOR_LIMIT = 10_000_000
-"""A plain tensor of more entries would take seconds for every step."""
+"""The largest plain tensor; with a larger one every step would take seconds."""
 
 _IMAGES, _PIXELS, _CLASSES = 10_000, 784, 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size.
+    """One number of samples.
 
     Attributes:
-        batch: samples in a minibatch.
-        kind: what x is, a "table" or a "tensor".
-        rows: how many samples there are.
-        seconds: of one outer step, the median of the repeats.
-        ratio: to the smallest number of rows, for the same batch and kind; the median of the
-            repeats, each of which compares what ran within moments of each other.
-        bytes: by which the solver and its first step made the process larger, or what it holds of
-            the GPU; None where the system does not tell.
+        batch: the number of samples in a batch.
+        kind: the type of x, "table" or "tensor".
+        rows: the number of samples.
+        seconds: the time of one outer step, the median of the repeats.
+        ratio: the median over the repeats of the ratio of that time to the one with the fewest
+            rows, for the same batch and kind, in the same repeat.
+        bytes: the growth of resident memory, or of allocated GPU memory, by the solver and its
+            first step; None where the system does not report it.
     """
 
     batch: int
@@ -69,16 +66,16 @@ def run(
     seed: int = 0,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Powers of ten from 10^4 to ``largest``, for each batch size and kind of x.
+    """Measure powers of ten from 10^4 to ``largest`` samples, for each batch size and kind of x.
 
     Args:
-        largest: number of samples for a table; for a tensor they end at 10^7.
+        largest: the largest number of samples of a table; a tensor has at most 10^7.
         inner_steps: T.
-        steps: outer steps that are timed together.
-        repeats: how often; all sizes take turns within each repeat.
-        device: where.
-        seed: of the data and the minibatches.
-        track: shows progress.
+        steps: the number of outer steps that are timed together.
+        repeats: the number of repeats; within each, all sizes take turns.
+        device: where to compute.
+        seed: the seed of the data and the batches.
+        track: wraps a sequence to show progress.
     """
     for name, value, least in (
         ("largest", largest, LEAST),
@@ -94,34 +91,35 @@ def run(
         torch.rand(_IMAGES, _PIXELS, generator=generator, device=device),
         torch.randint(_CLASSES, (_IMAGES,), generator=generator, device=device),
     )
-    _solver("table", LEAST, 1, 1, data, seed).step()  # what a process loads only once
+    _solver("table", LEAST, 1, 1, data, seed).step()  # Warm-up: imports are not measured.
 
     rows: list[Row] = []
     solvers: list[Solver] = []
     for batch, repeat in track([(batch, repeat) for batch in BATCHES for repeat in range(repeats)]):
         if repeat == 0:
             solvers.clear()
-            grown: list[int | None] = []
+            growth: list[int | None] = []
             seconds: list[list[float]] = [[] for _ in sizes]
             for kind, count in sizes:
                 before = _memory(device)
                 solvers.append(_solver(kind, count, batch, inner_steps, data, seed))
                 solvers[-1].step()
                 after = _memory(device)
-                grown.append(None if before is None or after is None else after - before)
+                growth.append(None if before is None or after is None else after - before)
         for turn in range(len(sizes)):
-            place = (turn + repeat) % len(sizes)  # none always comes after the same other
+            # The order rotates, so that no size always follows the same other one.
+            place = (turn + repeat) % len(sizes)
             seconds[place].append(_seconds(solvers[place], steps))
         if repeat == repeats - 1:
-            for (kind, count), size, times in zip(sizes, grown, seconds, strict=True):
+            for (kind, count), size, times in zip(sizes, growth, seconds, strict=True):
                 first = seconds[sizes.index((kind, LEAST))]
                 ratio = median(t / f for t, f in zip(times, first, strict=True))
                 rows.append(Row(batch, kind, count, median(times), ratio, size))
     return rows
 
 
-def table(rows: Sequence[Row]) -> Shown:
-    """The rows to read."""
+def table(rows: Sequence[Row]) -> RichTable:
+    """Lay the rows out for printing."""
     return report.table(
         "one outer step with a weight per sample",
         rows,
@@ -173,7 +171,7 @@ def _solver(
 
 
 def _seconds(solver: Solver, steps: int) -> float:
-    solver.step()  # what the others drove out of the caches comes back, as in a run of its own
+    solver.step()  # Refills the caches that the other solvers emptied.
     _synchronise(solver)
     start = time.perf_counter()
     for _ in range(steps):
@@ -188,7 +186,7 @@ def _synchronise(solver: Solver) -> None:
 
 
 def _memory(device: str) -> int | None:
-    """What the process holds in memory, or of the GPU."""
+    """Return the resident memory of the process, or its allocated memory on the GPU."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated()

@@ -1,9 +1,9 @@
-"""What an inner step of F2SA costs, beside the same step written by hand.
+"""The cost of an inner step of F2SA, beside the same step written by hand.
 
-Softmax regression with weights sigmoid(x_i) on 19,000 samples of 784 features and 10 classes, as
-label cleaning of MNIST has it; one gradient of f and two of g in an inner step, T of them and a
-step of x in an outer step. All contestants sample and gather their minibatches themselves, take
-turns within each repeat, and compute the same.
+The problem is softmax regression with weights sigmoid(x_i) on 19,000 samples of 784 features and 10
+classes, the sizes of label cleaning on MNIST. An inner step takes one gradient of f and two of g;
+an outer step is T inner steps and a step of x. All contestants draw and gather their own batches,
+take turns within each repeat, and compute the same.
 
     from benchmarks import overhead
     rows = overhead.run(repeats=5)
@@ -36,14 +36,14 @@ class Row:
     """One contestant at one batch size.
 
     Attributes:
-        name: of the contestant.
-        batch: samples of each kind in a minibatch.
-        microseconds: of an inner step, an outer step's time divided by T; the median.
-        to_closed_form: the ratio to the gradients in closed form, without automatic
-            differentiation.
-        to_floor: the ratio to one scalar, differentiated and compiled by JAX; None: no JAX here.
-            Both are medians over the repeats, each of which compares what ran within moments.
-        first: seconds until the first outer step was done, with all that is traced and compiled.
+        name: the name of the contestant.
+        batch: the number of samples of each kind in a batch.
+        microseconds: the time of an outer step divided by T, the median of the repeats.
+        to_closed_form: the ratio of that time to the contestant without automatic differentiation,
+            whose gradients are in closed form.
+        to_floor: the ratio to one scalar that JAX differentiates and compiles; None if JAX is not
+            installed. Both ratios are medians over the repeats of the ratio within a repeat.
+        first: the seconds until the first outer step was done, tracing and compilation included.
     """
 
     name: str
@@ -65,17 +65,17 @@ def run(
     seed: int = 0,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Every contestant at every batch size.
+    """Measure every contestant at every batch size.
 
     Args:
-        batches: sizes of the minibatches.
-        samples: n; a twentieth as many are trusted.
+        batches: the batch sizes.
+        samples: n; there are a twentieth as many trusted samples.
         inner_steps: T.
-        steps: outer steps that are timed together; None: 10, on a GPU 100.
-        repeats: how often; all contestants take turns within each repeat.
-        device: where.
-        seed: of the data and the minibatches.
-        track: shows progress.
+        steps: the number of outer steps that are timed together; None: 10, on a GPU 100.
+        repeats: the number of repeats; within each, all contestants take turns.
+        device: where to compute.
+        seed: the seed of the data and the batches.
+        track: wraps a sequence to show progress.
     """
     for name, value, least in (
         ("samples", samples, 20),
@@ -97,8 +97,8 @@ def run(
                 runners[name](1)
                 firsts[name] = time.perf_counter() - start
             seconds: dict[str, list[float]] = {name: [] for name in runners}
-        for name in _turned(list(runners), repeat):
-            runners[name](1)  # what the others drove out of the caches comes back
+        for name in _rotated(list(runners), repeat):
+            runners[name](1)  # Refills the caches that the other contestants emptied.
             start = time.perf_counter()
             runners[name](steps)
             seconds[name].append((time.perf_counter() - start) / steps / inner_steps)
@@ -118,7 +118,7 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows to read."""
+    """Lay the rows out for printing."""
     return report.table(
         "microseconds of an inner step: one gradient of f and two of g",
         rows,
@@ -134,7 +134,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def contestants() -> Mapping[str, Callable[[Task], Runner]]:
-    """By name, what makes the contestant; without those whose library is not installed."""
+    """Map names to factories of contestants; those whose library is missing are left out."""
     found: dict[str, Callable[[Task], Runner]] = {
         CLOSED_FORM: by_hand.closed_form,
         "torch, three gradients": by_hand.three_gradients,
@@ -151,7 +151,7 @@ def contestants() -> Mapping[str, Callable[[Task], Runner]]:
 
 
 def _solver(task: Task, *, compile: bool) -> Runner:
-    """Nobody disturbs it between its steps, from the first to the last."""
+    """Make the library's contestant; nothing changes its objectives between the steps."""
 
     def stepping() -> Generator[tuple[Tensor, Tensor], int, None]:
         solver = task.solver(compile=compile)
@@ -169,8 +169,8 @@ def _solver(task: Task, *, compile: bool) -> Runner:
     return run.send
 
 
-def _turned(names: list[str], by: int) -> Iterator[str]:
-    """None always comes after the same other."""
+def _rotated(names: list[str], by: int) -> Iterator[str]:
+    """Rotate the order, so that no contestant always follows the same other one."""
     place = by % len(names)
     yield from names[place:]
     yield from names[:place]

@@ -1,4 +1,4 @@
-"""The same steps as a person would write them in PyTorch, without the library."""
+"""The same steps written by hand in PyTorch, without the library."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.overhead.task import Runner, Task
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""The directions of y and z, both times lam."""
+"""The directions of y and z, both multiplied by lam."""
 
 
 def three_gradients(task: Task) -> Runner:
-    """Each gradient from a graph of its own."""
+    """Take each gradient from its own graph."""
     problem, lam = task.problem, task.multiplier
 
     def directions(x: Tensor, y: Tensor, z: Tensor, trusted: Any, samples: Any) -> Pair:
@@ -28,7 +28,7 @@ def three_gradients(task: Task) -> Runner:
 
 
 def one_backward(task: Task) -> Runner:
-    """One scalar Phi = f(y) + lam (g(y) - g(z)), and its gradient in both copies at once."""
+    """Differentiate one scalar Phi = f(y) + lam (g(y) - g(z)) in both copies at once."""
     problem, lam = task.problem, task.multiplier
 
     def directions(x: Tensor, y: Tensor, z: Tensor, trusted: Any, samples: Any) -> Pair:
@@ -40,7 +40,7 @@ def one_backward(task: Task) -> Runner:
 
 
 def _autograd(task: Task, directions: Callable[..., Pair]) -> Runner:
-    """Steps whose gradients come from autograd."""
+    """Make the steps whose gradients come from autograd."""
     problem, size, lam = task.problem, task.batch, task.multiplier
     x = problem.x0.clone().requires_grad_()
     y, z = (problem.y0.clone().requires_grad_() for _ in range(2))
@@ -64,16 +64,16 @@ def _autograd(task: Task, directions: Callable[..., Pair]) -> Runner:
 
 
 def closed_form(task: Task) -> Runner:
-    """Without automatic differentiation, both copies of y at once.
+    """Compute without automatic differentiation, both copies of y at once.
 
-    The gradient of the cross entropy in the logits is softmax(logits) - onehot(label), so a point
-    takes one product of matrices for its logits and one for its gradient.
+    The gradient of the cross entropy in the logits is softmax(logits) - onehot(label), so each copy
+    takes one matrix product for its logits and one for its gradient.
     """
     problem, size = task.problem, task.batch
     lam, rate, ridge = task.multiplier, task.lower_lr, problem.ridge
     classes = problem.classes
     x = problem.x0.clone()
-    copies = torch.cat([problem.y0, problem.y0])  # y over z
+    copies = torch.cat([problem.y0, problem.y0])  # The rows of y, then those of z.
     draw = _Draw(task)
 
     def errors(features: Tensor, labels: Tensor, y: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def closed_form(task: Task) -> Runner:
 
 
 class _Draw:
-    """Minibatches of both kinds, with replacement."""
+    """Draws upper and lower batches with replacement."""
 
     def __init__(self, task: Task) -> None:
         self._problem = task.problem

@@ -1,4 +1,4 @@
-"""The same steps in JAX: loops by ``lax.scan``, compiled as a whole, ten outer steps in a call."""
+"""The same steps in JAX: ten outer steps as one compiled call, with loops by ``lax.scan``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from benchmarks.overhead.task import Runner, Task
 
-TOGETHER = 10
-"""Outer steps in one call, so that what a call costs is not seen."""
+STEPS_PER_CALL = 10
+"""The number of outer steps in one call, so that the cost of a call is negligible."""
 
 
 def one_scalar(task: Task) -> Runner:
-    """One scalar Phi = f(y) + lam (g(y) - g(z)), and its gradient in all points at once."""
+    """Differentiate one scalar Phi = f(y) + lam (g(y) - g(z)) in both copies at once."""
 
     def directions(data: Any, x: Any, y: Any, z: Any, trusted: Any, samples: Any) -> Any:
         def phi(y: Any, z: Any) -> Any:
@@ -31,7 +31,7 @@ def one_scalar(task: Task) -> Runner:
 
 
 def three_gradients(task: Task) -> Runner:
-    """Each gradient by itself."""
+    """Take each gradient separately."""
 
     def directions(data: Any, x: Any, y: Any, z: Any, trusted: Any, samples: Any) -> Any:
         f_y = jax.grad(lambda y: _upper(data, y, trusted))(y)
@@ -88,10 +88,10 @@ def _runner(task: Task, directions: Callable[..., Any]) -> Runner:
     def run(steps: int) -> tuple[Any, Any]:
         nonlocal key, state
         while steps:
-            together = min(steps, TOGETHER)
+            count = min(steps, STEPS_PER_CALL)
             key, now = jax.random.split(key)
-            state = compiled(ridge_and_data, state, now, together)
-            steps -= together
+            state = compiled(ridge_and_data, state, now, count)
+            steps -= count
         x, (_, z) = jax.block_until_ready(state)
         return x, z
 

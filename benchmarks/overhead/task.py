@@ -8,23 +8,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bilevel.methods import F2SA
-from bilevel.problems.cleaning import HyperCleaning
-from bilevel.run import Solver
+from bilevel import F2SA, Solver
+from bilevel.problems import HyperCleaning
 
 Runner: TypeAlias = Callable[[int], tuple[Any, Any]]
-"""It takes that many outer steps, and gives x and the solution of the lower level when done."""
+"""Takes the given number of outer steps; returns x and the lower solution when they are done."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, settings and where to compute.
+    """The problem and the settings of F2SA, the same for all contestants.
 
     Attributes:
-        problem: weights sigmoid(x_i), softmax regression with bias.
-        batch: samples of each kind in a minibatch.
+        problem: softmax regression with bias and weights sigmoid(x_i).
+        batch: the number of samples of each kind in a batch.
         inner_steps: T.
-        seed: of the minibatches.
+        seed: the seed of the batches.
         lower_lr, upper_lr, multiplier: gamma = beta, alpha and lam.
     """
 
@@ -46,7 +45,7 @@ class Task:
         seed: int,
         features: int = 784,
     ) -> Task:
-        """Of MNIST's sizes; how long a step takes does not depend on what the images show."""
+        """Make a task with random images; the time of a step does not depend on their content."""
         generator = torch.Generator().manual_seed(seed)
         sizes = samples, max(2, samples // 20)
         images = [torch.rand(size, features, generator=generator) for size in sizes]
@@ -57,7 +56,7 @@ class Task:
         return cls(problem, batch, inner_steps, seed)
 
     def solver(self, *, compile: bool) -> Solver:
-        """What takes the steps of F2SA."""
+        """Make the solver that takes the steps of F2SA."""
         problem = self.problem
         return Solver(
             problem,
@@ -77,6 +76,6 @@ class Task:
         )
 
     def synchronise(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished."""
         if self.problem.x0.device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,9 +1,9 @@
-"""``python -m benchmarks peers``: a race to the same target against what can be installed.
+"""``python -m benchmarks peers``: a race to the same target against other libraries.
 
-- ``lineup``: who races, each with as many settings.
-- ``contestants``: one file each, with a function that yields the weights of the samples as it goes.
-- ``task``: what all of them are given.
-- ``starter``: runs one contestant in a process of its own, and holds the clock.
-- ``environment``: the Python environment they all run in.
-- ``race``: starts them one after another, and evaluates what they found.
+- ``lineup``: the contestants, each with the same number of settings.
+- ``contestants``: one file each, with a function that yields the weights of the samples as it runs.
+- ``task``: the data that every contestant is given.
+- ``starter``: runs one contestant in its own process and takes its times.
+- ``environment``: the Python environment in which all contestants run.
+- ``race``: starts the contestants one after another and evaluates the weights they found.
 """

@@ -1,4 +1,4 @@
-"""Who races: every contestant with four settings, chosen around what does well at it."""
+"""The contestants, each with four settings chosen around those that suit it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Settings = dict[str, Any]
 
 
 def grid(fixed: Settings, **choices: Sequence[Any]) -> list[Settings]:
-    """Every combination of the choices, beside what is fixed."""
+    """Combine every choice with the fixed settings."""
     return [
         {**fixed, **dict(zip(choices, chosen, strict=True))}
         for chosen in itertools.product(*choices.values())
@@ -19,32 +19,32 @@ def grid(fixed: Settings, **choices: Sequence[Any]) -> list[Settings]:
 
 
 def in_a_box(fixed: Settings, per_visit: Sequence[float] = (1.0, 2.0, 4.0, 8.0)) -> list[Settings]:
-    """Settings for those that move the weights of a minibatch, kept in [0, 1]."""
+    """Settings for contestants that update the weights of a batch, kept in [0, 1]."""
     return grid({"box": True, "lower_lr": 0.3, **fixed}, per_visit=per_visit)
 
 
 def by_a_sigmoid(fixed: Settings) -> list[Settings]:
-    """The same with weights sigmoid(x), as others have it."""
+    """Settings for contestants that update a batch of x, with weights sigmoid(x)."""
     fixed = {"box": False, "per_visit": 16.0, **fixed}
     return grid(fixed, lower_lr=(0.3, 0.5), batch_size=(250, 500))
 
 
 def with_sweeps(fixed: Settings) -> list[Settings]:
-    """Settings for those that move all weights at a time, kept in [0, 1]."""
+    """Settings for contestants that update all weights at once, kept in [0, 1]."""
     fixed = {"sweep": True, "lower_lr": 0.5, "decay": 0.5, "per_visit": 4.0, **fixed}
     return grid(fixed, inner_steps=(20, 40), batch_size=(200, 350))
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that cleans labels.
+    """A method of a library that cleans labels.
 
     Attributes:
-        name: in the table.
-        module: its file among the contestants.
-        settings: what is tried; the best of them is shown.
-        needs: what must have been installed, of the environment's extras.
-        own: whether it is of this library.
+        name: the name in the table.
+        module: the module in ``contestants``.
+        settings: the settings to try; the table shows the best of them.
+        needs: the extras of the environment that must be installed.
+        own: whether the method is this library's.
     """
 
     name: str

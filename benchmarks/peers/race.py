@@ -1,16 +1,16 @@
-"""Seconds until the upper loss of hyper-cleaning is near its best, ours and others'.
+"""Seconds until the upper loss of hyper-cleaning is near its best, for this library and others.
 
-MNIST with 19,000 training samples, a part of them with wrong labels, and 1,000 trusted ones. What
-is evaluated is F(x) = f(x, y*(x)) at the exact lower solution for the weights that a contestant has
-found, never what it believes itself; gap = (F - F_best) / (F_none - F_best), where F_none is
-without bilevel, all weights 1. Evaluations are not on the clock.
+The data are 19,000 training samples of MNIST, a part of them with wrong labels, and 1,000 trusted
+samples. The weights that a contestant found are evaluated by F(x) = f(x, y*(x)) at the exact lower
+solution, never by its own estimate; gap = (F - F_best) / (F_none - F_best), where F_none belongs to
+all weights 1, without bilevel optimization. The evaluations are not timed.
 
-Every contestant runs alone, in a process of its own with one thread, with each of its settings
-once. Those that are its best by seconds and by steady seconds are then run again, all contestants
-in turns, and their seconds are medians: the machine may be faster now and slower then. Seconds are
-those of the processor, all threads together: on an idle machine those on the wall, and little
-changed where other programs run. They count from after the imports on, and compilation is in them.
-Steady seconds take the first chunk of steps at what a chunk usually costs.
+Every contestant runs alone, in its own process with one thread, once with each of its settings. The
+settings that are best by seconds and by steady seconds are then run again, all contestants in
+turns, and their times are medians, because the speed of a machine varies. Seconds are processor
+time of all threads together: on an idle machine this is the elapsed time, and other programs change
+it little. It starts after the imports and includes compilation. Steady seconds count the first
+chunk of steps, which may include compilation, as long as a usual chunk.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Row:
     """One contestant with one of its settings.
 
     Attributes:
-        contestant: its name.
-        own: whether it is of this library.
-        settings: what it was given.
-        failure: why it did not run; None: it did.
-        seconds: of the processor until each of :data:`TARGETS`; None: not within the time.
-        steady: the same with the first chunk at the usual cost.
-        wall: the same as ``seconds`` on the wall.
-        chunks: of its steps, until each.
-        chunk: seconds of a chunk of its steps, the median.
-        gap: at the end.
-        runs: how many there were; times are their medians.
+        contestant: the name of the contestant.
+        own: whether the contestant is this library's.
+        settings: the settings of the run.
+        failure: the reason why it did not run; None if it did.
+        seconds: the processor time until each of :data:`TARGETS`; None if it was not reached.
+        steady: the same, with the first chunk counted as long as a usual one.
+        wall: the elapsed time until each target.
+        chunks: the number of chunks until each target.
+        chunk: the processor time of a chunk, the median.
+        gap: the gap at the end.
+        runs: the number of runs; the times are their medians.
     """
 
     contestant: str
@@ -76,11 +76,11 @@ class Row:
 Read: TypeAlias = Callable[[Row], Sequence[float | None]]
 
 KINDS: dict[str, Read] = {"s": lambda row: row.seconds, "steady s": lambda row: row.steady}
-"""What contestants are compared by, and what the table calls it."""
+"""The times by which contestants are compared, under their headings in the table."""
 
 
 def judged(contestant: Contestant, settings: Settings, folder: Path, judge: Judge) -> Row:
-    """The row of a contestant that left its log and its weights in the folder."""
+    """Evaluate a contestant that saved its log and its weights in the folder."""
     log = Log.load(folder)
     places = crossings(judge.gap(_weights(kept, folder)) for kept in log.kept)
     row = Row(
@@ -94,7 +94,7 @@ def judged(contestant: Contestant, settings: Settings, folder: Path, judge: Judg
 
 
 def timed(row: Row, log: Log) -> Row:
-    """The row with the times of a run that takes the same steps."""
+    """Return the row with the times of a run that takes the same steps."""
     usual = median(log.chunks[1:] or log.chunks)
     warm_up = max(0.0, log.chunks[0] - usual)
     by_chunk = {kept.chunk: kept for kept in log.kept}
@@ -118,14 +118,14 @@ def _weights(kept: Kept, folder: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class Course:
-    """Where contestants run.
+    """Runs contestants under the same conditions.
 
     Attributes:
-        where: the environment they run in.
-        task_folder: what they are given.
-        seconds: of the processor that a run may take.
-        seed: of the minibatches.
-        judge: evaluates what they found.
+        where: the environment in which they run.
+        task_folder: the folder of the saved task.
+        seconds: the processor time of a run.
+        seed: the seed of the batches.
+        judge: evaluates the weights that they found.
     """
 
     where: environment.Environment
@@ -135,7 +135,7 @@ class Course:
     judge: Judge
 
     def run(self, contestant: Contestant, settings: Settings) -> Row:
-        """A contestant with one of its settings, and how good what it found is."""
+        """Run a contestant with one of its settings and evaluate its weights."""
         reason = self.where.reason(contestant.needs)
         if reason is not None:
             return Row(contestant.name, contestant.own, settings, failure=reason)
@@ -146,13 +146,14 @@ class Course:
             return judged(contestant, settings, Path(folder), self.judge)
 
     def again(self, contestant: Contestant, row: Row) -> Row:
-        """The same run once more, for its times; what it does not come to now is None."""
+        """Repeat a run for its times; the time of a target that it now misses is None."""
         keep = sorted({chunk for chunk in row.chunks if chunk is not None})
         with tempfile.TemporaryDirectory() as folder:
             if self._start(contestant, row.settings, Path(folder), keep) is not None:
                 return Row(row.contestant, row.own, row.settings)
             log = Log.load(Path(folder))
-            hardest = dict(zip(row.chunks, TARGETS, strict=True))  # of each chunk the last
+            # Several targets may share a chunk; the last of them is the hardest.
+            hardest = dict(zip(row.chunks, TARGETS, strict=True))
             there = [
                 kept
                 for kept in log.kept
@@ -163,7 +164,7 @@ class Course:
     def _start(
         self, contestant: Contestant, settings: Settings, folder: Path, keep: Sequence[int] = ()
     ) -> str | None:
-        """Why it did not run, or None."""
+        """Run a contestant in a process; return the reason if it failed, otherwise None."""
         done = subprocess.run(
             [
                 self.where.python,
@@ -190,20 +191,20 @@ def run(
     data_dir: Path | None = None,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Every contestant with every setting.
+    """Run every contestant with every setting.
 
     Args:
-        corruption: the part of labels that are wrong, one of :data:`BEST`.
-        seconds: of the processor that each run may take.
-        repeats: how often the best settings are run.
-        seed: of the minibatches; the data are those of seed 0.
-        data_dir: where MNIST lies, see :func:`bilevel.data.mnist`.
-        track: shows progress.
+        corruption: the fraction of labels that are wrong, one of :data:`BEST`.
+        seconds: the processor time of each run.
+        repeats: the number of runs of the best settings.
+        seed: the seed of the batches; the data are those of seed 0.
+        data_dir: the folder of MNIST, see :func:`bilevel.data.mnist`.
+        track: wraps a sequence to show progress.
     """
     if corruption not in BEST:
         known = " or ".join(map(str, BEST))
         raise ArgumentError(
-            f"corruption must be {known}, for which the best value is known, not {corruption!r}"
+            f"corruption must be {known}, whose best upper loss is known, not {corruption!r}"
         )
     checked_number("seconds", seconds, above=True)
     check_count("repeats", repeats)
@@ -224,7 +225,7 @@ def run(
 
 
 def medians(rows: Sequence[Row]) -> Row:
-    """Of runs that take the same steps; what was not reached in time took forever."""
+    """Combine runs that take the same steps; a target that was not reached counts as infinite."""
 
     def of(read: Read) -> tuple[float | None, ...]:
         times = zip(*map(read, rows), strict=True)
@@ -243,7 +244,7 @@ def medians(rows: Sequence[Row]) -> Row:
 
 
 def task_of(problem: HyperCleaning) -> Task:
-    """The problem as the contestants are given it."""
+    """Convert the problem into the arrays that contestants are given."""
     features, labels, _ = problem.lower_data
     trusted_features, trusted_labels = problem.upper_data
     return Task(
@@ -257,10 +258,10 @@ def task_of(problem: HyperCleaning) -> Task:
 
 
 def best_of(rows: Sequence[Row], read: Read) -> list[Row]:
-    """Of each contestant the best setting, in the order of the rows.
+    """Return the best setting of each contestant, in the order of the rows.
 
-    It is the first at the hardest target that is reached, else the nearest at the end. What was
-    run more often is believed rather than what was run once.
+    Among the settings with the most runs it is the fastest to the hardest target that is reached;
+    if none is reached, it is the one with the smallest gap at the end.
     """
 
     def rank(row: Row) -> tuple[float, ...]:
@@ -270,9 +271,10 @@ def best_of(rows: Sequence[Row], read: Read) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The best setting of each contestant; "x" is the time to 2% as a multiple of our fastest.
+    """Lay out the best setting of each contestant.
 
-    Steady seconds are those of the setting that is best by them; named is that by seconds.
+    "x" is the time to 2% as a multiple of this library's fastest. Steady seconds belong to the
+    setting that is best by them; the setting that is named is the best by seconds.
     """
     columns: dict[str, Any] = {
         "contestant": lambda pair: pair[0].contestant,
@@ -290,7 +292,11 @@ def table(rows: Sequence[Row]) -> Table:
             _over(r(pair[k])[-1], o)
         )
     columns["gap"] = lambda pair: "-" if pair[0].gap is None else f"{pair[0].gap:.1%}"
-    return report.table("seconds to the best upper loss, but for a gap", shown, columns)
+    return report.table(
+        "seconds until the gap to the best upper loss is small",
+        shown,
+        columns,
+    )
 
 
 def _or_infinite(number: float | None) -> float:

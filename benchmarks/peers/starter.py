@@ -1,4 +1,4 @@
-"""Run one contestant in this process and write down how far it was when.
+"""Run one contestant in this process; save its weights and the times at which it had them.
 
     python -m benchmarks.peers.starter MODULE TASK_FOLDER OUT_FOLDER SECONDS KEEP SETTINGS
 
@@ -6,9 +6,8 @@ A contestant is a module with one function,
 
     solve(task, *, seed, **settings) -> iterator of arrays (n,)
 
-which yields the weights of the samples after each chunk of steps, for as long as it is asked. The
-clock runs only while it works: from after the imports on, so that compilation counts, but not while
-its weights are saved.
+which yields the weights of the samples after each chunk of steps, as long as it is iterated. The
+clock starts after the imports, so that compilation counts, and stops while weights are saved.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ import numpy.typing as npt
 from benchmarks.peers.task import Task
 
 SPACING = 1.05
-"""Weights are kept whenever the time has grown by this factor."""
+"""Weights are saved whenever the time has grown by this factor."""
 
 AT_LEAST = 30
-"""Chunks of a run that is to be timed, for what one usually costs."""
+"""The least number of chunks of a run that is timed again, for the usual time of a chunk."""
 
 Weights = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights that were kept.
+    """Weights that were saved.
 
     Attributes:
-        chunk: after how many chunks.
-        cpu, wall: seconds until then, of the processor and of the clock on the wall.
+        chunk: the number of chunks before they were saved.
+        cpu, wall: the processor seconds and the elapsed seconds until then.
     """
 
     chunk: int
@@ -50,29 +49,29 @@ class Kept:
     wall: float
 
     def file(self, folder: Path) -> Path:
-        """Where the weights lie."""
+        """Return the file of the weights."""
         return folder / f"{self.chunk}.npy"
 
 
 @dataclass(frozen=True)
 class Log:
-    """What a contestant did.
+    """The times of a contestant.
 
     Attributes:
-        chunks: seconds of the processor for each chunk.
-        kept: of which chunks the weights were kept.
+        chunks: the processor seconds of each chunk.
+        kept: the chunks after which the weights were saved.
     """
 
     chunks: list[float]
     kept: list[Kept]
 
     def save(self, folder: Path) -> None:
-        """Beside the weights."""
+        """Save the log beside the weights."""
         (folder / "log.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> Log:
-        """What :meth:`save` saved."""
+        """Load what :meth:`save` saved."""
         found = json.loads((folder / "log.json").read_text())
         return cls(found["chunks"], [Kept(**kept) for kept in found["kept"]])
 
@@ -86,14 +85,15 @@ def follow(
     cpu: Callable[[], float] = time.process_time,
     wall: Callable[[], float] = time.perf_counter,
 ) -> Log:
-    """Let a contestant go on for so many seconds of the processor; keep weights on the way.
+    """Run a contestant for a number of processor seconds and save weights on the way.
 
     Args:
-        start: gives the contestant's weights one after another; the clock runs from its call on.
-        seconds: when to stop; at least one chunk is waited for.
-        folder: where the weights are kept.
-        keep: after which chunks, and to go on no longer than that takes; else whenever the time has
-            grown by :data:`SPACING`.
+        start: starts the contestant and returns an iterator of its weights; the clock starts when
+            it is called.
+        seconds: the processor seconds; at least one chunk is run.
+        folder: the folder for the weights.
+        keep: the chunks after which weights are saved, the last of which ends the run; if empty,
+            weights are saved whenever the time has grown by :data:`SPACING`.
         cpu, wall: the clocks.
     """
     log = Log([], [])
@@ -103,7 +103,7 @@ def follow(
         passed, passed_wall = cpu() - began, wall() - began_wall
         spent, spent_wall = spent + passed, spent_wall + passed_wall
         log.chunks.append(passed)
-        # the first chunk may have compiled, which must not make the spacing wide
+        # The first chunk may include compilation, which must not widen the spacing.
         steady = spent - log.chunks[0]
         over = spent >= seconds or (bool(keep) and chunk >= max(AT_LEAST, *keep))
         grown = chunk == 1 or steady >= due or over
@@ -118,7 +118,7 @@ def follow(
 
 
 def main() -> None:
-    """What the command line asks for."""
+    """Run the contestant that the command line names."""
     module, task_folder, out_folder, seconds, keep, settings = sys.argv[1:]
     solve: Any = importlib.import_module(f"benchmarks.peers.contestants.{module}").solve
     task, out = Task.load(Path(task_folder)), Path(out_folder)

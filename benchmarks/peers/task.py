@@ -1,4 +1,4 @@
-"""What every contestant is given, as plain arrays."""
+"""The data that every contestant is given, as plain arrays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Task:
 
     Attributes:
         features, labels: (n, d) and (n,), the samples whose weights w in [0, 1] are sought; one
-            of the features is 1 in every sample.
-        trusted_features, trusted_labels: (m, d) and (m,).
-        classes: y is a matrix (classes, d).
-        ridge: of g.
+            feature is 1 in every sample.
+        trusted_features, trusted_labels: (m, d) and (m,), the trusted samples.
+        classes: the number of classes; y is a matrix (classes, d).
+        ridge: the ridge of g.
     """
 
     features: npt.NDArray[np.float32]
@@ -33,13 +33,13 @@ class Task:
     ridge: float
 
     def save(self, folder: Path) -> None:
-        """Into a folder, one file for each attribute."""
+        """Save each attribute to a file in the folder."""
         for field in fields(self):
             np.save(folder / f"{field.name}.npy", getattr(self, field.name))
 
     @classmethod
     def load(cls, folder: Path) -> Task:
-        """What :meth:`save` saved."""
+        """Load what :meth:`save` saved."""
         found: dict[str, Any] = {
             field.name: np.load(folder / f"{field.name}.npy") for field in fields(cls)
         }

@@ -13,7 +13,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import cleaning
-from benchmarks.cleaning import Case, Noise, Split
+from benchmarks.cleaning import Case, Noise, Split, data
 from bilevel.data import Covertype, Mnist, Newsgroups
 from bilevel.errors import ArgumentError
 
@@ -106,36 +106,36 @@ def patches(data_dir: Path | None) -> Covertype:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "split", "read"),
+    ("name", "source", "split", "read"),
     [
         (
             "mnist",
             digits,
-            lambda: cleaning._mnist(3, None, train=12, trusted=5),
+            lambda: data.mnist_split(3, None, train=12, trusted=5),
             lambda X: np.rint(255 * X[:, 0]),
         ),
         (
             "newsgroups",
             messages,
-            lambda: cleaning._newsgroups(3, None, trusted=5),
+            lambda: data.newsgroups_split(3, None, trusted=5),
             lambda X: np.where(X.toarray()[:, 1] > 0, 0, 1),
         ),
         (
             "covertype",
             patches,
-            lambda: cleaning._covertype(3, None, train=20, trusted=10, test=8),
+            lambda: data.covertype_split(3, None, train=20, trusted=10, test=8),
             lambda X: X[:, 7],
         ),
     ],
 )
 def test_samples_keep_their_labels(
     name: str,
-    data: Callable[..., object],
+    source: Callable[..., object],
     split: Callable[[], Split],
     read: Callable[..., np.ndarray],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cleaning, name, data)
+    monkeypatch.setattr(data, name, source)
     found = split()
     assert sparse.issparse(found.X) is (name == "newsgroups")
     for X, y in ((found.X, found.y), (found.X_clean, found.y_clean), (found.X_test, found.y_test)):

@@ -1,1 +1,1 @@
-"""One file for each contestant; what they import lies in the environment of the race alone."""
+"""One file per contestant; their libraries are installed in the race's environment only."""

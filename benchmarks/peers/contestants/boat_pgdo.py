@@ -1,4 +1,4 @@
-"""BOAT: its penalty method, PGDO, fed with minibatches."""
+"""BOAT: its penalty method PGDO, on batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peers.task import Task
 
 
 class Weights(torch.nn.Module):
-    """Holds x, which are the weights or, without a box, what their sigmoids are taken of."""
+    """Holds x; the weights are x itself in a box, and sigmoid(x) otherwise."""
 
     def __init__(self, count: int, box: bool) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class Weights(torch.nn.Module):
         self.box = box
 
     def forward(self, index: Tensor | slice = slice(None)) -> Tensor:
-        """The weights of these samples."""
+        """Return the weights of these samples."""
         x = self.value[index]
         return x if self.box else torch.sigmoid(x)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Back into the box."""
+        """Project x onto the box, if there is one."""
         if self.box:
             self.value.clamp_(0, 1)
 
@@ -46,14 +46,14 @@ class Regression(torch.nn.Module):
 
 
 def lower(feed: dict[str, Any], upper_model: Any, lower_model: Any, **_: Any) -> Tensor:
-    """BOAT finds its losses by their names."""
+    """The lower loss; BOAT looks its losses up by the names of their functions."""
     features, labels, index = feed["batch"]
     loss: Tensor = feed["task"].weighted(upper_model(index), lower_model.value, features, labels)
     return loss
 
 
 def upper(feed: dict[str, Any], upper_model: Any, lower_model: Any, **_: Any) -> Tensor:
-    """The same for the upper level."""
+    """The upper loss."""
     loss: Tensor = feed["task"].trusted(lower_model.value, *feed["batch"])
     return loss
 
@@ -72,7 +72,7 @@ def solve(
     """Yield the weights; ``per_visit`` is the step of x_i each time that sample i is drawn."""
     data = TorchTask(task, seed)
     x, y = Weights(len(data.labels), box), Regression(data.start)
-    # BOAT divides its loss by the multiplier
+    # BOAT divides its upper loss by the multiplier, so the step size is multiplied by it.
     upper_lr = per_visit * batch_size * max(multiplier, 1.0)
     with tempfile.TemporaryDirectory() as folder:
         problem = boat_torch.Problem(

@@ -1,4 +1,4 @@
-"""F2SA of this library."""
+"""This library's F2SA."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def solve(
 
     Args:
         task: the data.
-        seed: of the minibatches.
-        sweep: the direction of x comes from all samples; otherwise from the last minibatch.
-        box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
-        per_visit: the step of x_i each time that sample i is in its direction.
-        lower_lr, decay: of y and z at outer step k, lower_lr / (1 + k) ** decay.
-        multiplier, batch_size, inner_steps, compile: of F2SA.
-        chunk: outer steps after which weights are given.
+        seed: the seed of the batches.
+        sweep: the direction of x comes from all samples; otherwise from the last batch.
+        box: the weights are x, in [0, 1]; otherwise they are sigmoid(x).
+        per_visit: the step size of x_i each time that sample i contributes to the direction.
+        lower_lr, decay: the step size of y and z at outer step k is lower_lr / (1 + k) ** decay.
+        multiplier, batch_size, inner_steps, compile: the settings of F2SA and the solver.
+        chunk: the number of outer steps after which the weights are yielded.
     """
     data = TorchTask(task, seed)
     weight: Callable[[Tensor], Tensor] = (lambda x: x) if box else torch.sigmoid

@@ -1,4 +1,4 @@
-"""higher: a module and its optimizer patched to be differentiable, unrolled."""
+"""higher: unrolled SGD steps of a module and an optimizer patched to be differentiable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SOBA in JAX with ``lax.scan``: y, the adjoint v and x move together."""
+"""SOBA in JAX with ``lax.scan``: y, the adjoint v and x are updated together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def solve(
 
     Args:
         task: the data.
-        seed: of the minibatches.
-        lower_lr: of y and of v.
-        per_visit: the step of x_i each time that sample i is drawn.
-        box: x are the weights, in [0, 1]; otherwise they are sigmoid(x).
-        batch_size: samples of each kind.
-        chunk: steps after which weights are given.
+        seed: the seed of the batches.
+        lower_lr: the step size of y and of v.
+        per_visit: the step size of x_i each time that sample i is drawn.
+        box: the weights are x, in [0, 1]; otherwise they are sigmoid(x).
+        batch_size: the number of samples of each kind in a batch.
+        chunk: the number of steps after which the weights are yielded.
     """
     weight = (lambda x: x) if box else jax.nn.sigmoid
 

@@ -1,4 +1,4 @@
-"""The two losses in JAX, for all contestants that use it."""
+"""The two losses in JAX, for all contestants that use JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.peers.task import Task
 class JaxTask:
     """The task's arrays on JAX's device, and its losses.
 
-    It is handed to compiled functions as an argument: as a constant, it would be folded into the
-    program for seconds.
+    Compiled functions take it as an argument: as a constant, its arrays would be folded into the
+    program, which takes seconds.
     """
 
     features: Any
@@ -33,7 +33,7 @@ class JaxTask:
 
     @classmethod
     def of(cls, task: Task) -> JaxTask:
-        """From the task."""
+        """Copy the arrays of the task to the device."""
         return cls(
             jnp.asarray(task.features),
             jnp.asarray(task.labels),
@@ -43,16 +43,16 @@ class JaxTask:
         )
 
     def weighted(self, weights: Any, y: Any, index: Any = slice(None)) -> Any:
-        """G on the samples with these numbers, which have these weights."""
+        """Return g on the samples with these indices and weights."""
         losses = _cross_entropy(self.features[index] @ y.T, self.labels[index])
         return (weights * losses).mean() + self.ridge * (y * y).sum()
 
     def trusted(self, y: Any, index: Any = slice(None)) -> Any:
-        """F on the trusted samples with these numbers."""
+        """Return f on the trusted samples with these indices."""
         return _cross_entropy(self.trusted_features[index] @ y.T, self.trusted_labels[index]).mean()
 
     def draw(self, key: Any, batch_size: int) -> tuple[Any, Any]:
-        """Numbers of random samples and of random trusted samples."""
+        """Draw indices of samples and of trusted samples."""
         first, second = jax.random.split(key)
         return (
             jax.random.randint(first, (batch_size,), 0, len(self.labels)),
@@ -61,7 +61,7 @@ class JaxTask:
 
 
 def start(task: Task) -> Any:
-    """Where y starts."""
+    """Return the initial y."""
     return jnp.zeros((task.classes, task.features.shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""jaxopt: its L-BFGS for the lower level, differentiated implicitly; projected gradients above."""
+"""jaxopt: L-BFGS with implicit differentiation below, projected gradient descent above."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def solve(
 
     Args:
         task: the data.
-        seed: of nothing: all samples are used every time.
-        lower_steps: of L-BFGS, from the last solution on.
-        adjoint_steps: of conjugate gradients.
-        per_visit: the step of x_i, once for each hypergradient.
+        seed: unused, because every step uses all samples.
+        lower_steps: the number of L-BFGS steps, from the previous solution.
+        adjoint_steps: the number of conjugate gradient steps.
+        per_visit: the step size of x_i for each hypergradient.
     """
     count = len(task.labels)
 

@@ -1,4 +1,4 @@
-"""The two losses in PyTorch, for all contestants that use it."""
+"""The two losses in PyTorch, for all contestants that use PyTorch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.peers.task import Task
 
 
 class TorchTask:
-    """The task's arrays as tensors, its losses, and minibatches of it.
+    """The task's arrays as tensors, its losses, and its batches.
 
     Args:
         task: the arrays.
-        seed: of the minibatches.
+        seed: the seed of the batches.
     """
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -28,25 +28,25 @@ class TorchTask:
         self.generator = torch.Generator().manual_seed(seed)
 
     def weighted(self, weights: Tensor, y: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-        """G on a minibatch with these weights."""
+        """Return g on a batch with these weights."""
         losses = _cross_entropy(linear(features, y), labels)
         return (weights * losses).mean() + self.ridge * (y * y).sum()
 
     def trusted(self, y: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-        """F on a minibatch."""
+        """Return f on a batch."""
         return _cross_entropy(linear(features, y), labels).mean()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, labels and numbers of random samples."""
+        """Draw samples; return their features, labels and indices."""
         index = torch.randint(len(self.labels), (size,), generator=self.generator)
         return self.features[index], self.labels[index], index
 
     def trusted_batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Features and labels of random trusted samples."""
+        """Draw trusted samples; return their features and labels."""
         index = torch.randint(len(self.trusted_labels), (size,), generator=self.generator)
         return self.trusted_features[index], self.trusted_labels[index]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """As torch's own, but several times as fast for many samples of few classes."""
+    """Like torch's own cross entropy, but several times as fast for many samples of few classes."""
     return logits.logsumexp(-1) - logits.gather(-1, labels[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""TorchOpt: differentiable steps of SGD, unrolled."""
+"""TorchOpt: unrolled differentiable SGD steps."""
 
 from __future__ import annotations
 

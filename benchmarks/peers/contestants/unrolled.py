@@ -1,4 +1,4 @@
-"""What the libraries that differentiate through training have in common."""
+"""The descent in the weights that all libraries share which differentiate through training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.peers.contestants.torch_task import TorchTask
 
 Unroll = Callable[[list[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]], None]
-"""(inner losses, upper loss): train y by one step for each inner loss, and call ``backward`` on the
-upper loss of what comes out. The next call goes on from there."""
+"""unroll(inner_losses, upper_loss) trains y by one step for each inner loss and calls ``backward``
+on the upper loss of the result. The next call continues from that y."""
 
 
 def weights_found(
@@ -25,7 +25,7 @@ def weights_found(
     batch_size: int,
     chunk: int,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Descend in the weights, which stay in [0, 1]."""
+    """Take projected gradient steps in the weights, which stay in [0, 1]; yield the weights."""
     x = torch.ones(len(data.labels), requires_grad=True)
 
     def inner_loss() -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,232 @@
+"""LabelCleaner with its default settings beside cleanlab: the labels they find, and their time.
+
+The three data sets have labels made wrong at random: MNIST (19,000 training images, 1,000 trusted),
+20 Newsgroups (TF-IDF of 10,814 messages, sparse; 500 trusted) and Covertype (100,000 patches, 1,000
+trusted, 50,000 for the test; with a module of one hidden layer). ``numpy.random.default_rng(seed)``
+chooses the samples. The noise is uniform over the other classes, or replaces a class by the next.
+
+cleanlab is used as its documentation recommends: ``find_label_issues`` on probabilities by 5-fold
+cross validation; then the same model is trained again without the labels that were found. Its
+models are scikit-learn's, with default settings unless the table says otherwise; it does not use
+the trusted samples. If cleanlab is not installed, only LabelCleaner is measured.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.cleaning.cases import CASES, HIDDEN, Case
+from benchmarks.cleaning.data import Array, Noise, Split
+from bilevel.errors import ArgumentError
+from bilevel.errors.extras import needed
+
+__all__ = ["CASES", "Case", "Noise", "Row", "Split", "run", "table"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one data set with one kind of noise.
+
+    Attributes:
+        data, noise: the data set and the kind of noise.
+        share: the fraction of labels that are wrong.
+        method, model: the method and the model that it trains.
+        auc: the AUC with which the label quality separates correct from wrong labels.
+        weight_auc: the AUC of LabelCleaner's weights; None for other methods.
+        f1: the F1 score of the labels that are suspected.
+        accuracy: the test accuracy of the model trained without the suspected labels.
+        seconds: the elapsed time until that model was trained.
+        cpu_seconds: the processor time until then.
+    """
+
+    data: str
+    noise: str
+    share: float
+    method: str
+    model: str
+    auc: float
+    weight_auc: float | None
+    f1: float
+    accuracy: float
+    seconds: float
+    cpu_seconds: float
+
+
+def run(
+    *,
+    seed: int = 0,
+    only: Sequence[str] = (),
+    data_dir: Path | None = None,
+    track: report.Track = iter,
+) -> list[Row]:
+    """Measure every kind of noise on every data set, or on those in ``only``."""
+    with needed("clean", "sklearn", "threadpoolctl"):
+        from threadpoolctl import threadpool_limits
+    unknown = [name for name in only if name not in CASES]
+    if unknown:
+        raise ArgumentError(f"only names {unknown[0]!r}, but the data are {', '.join(CASES)}")
+    wanted = [(name, noise) for name in (only or CASES) for noise in range(len(CASES[name].noises))]
+    splits = _LastSplit(seed, data_dir)
+    rows: list[Row] = []
+    with threadpool_limits(torch.get_num_threads()), warnings.catch_warnings():
+        # With its default settings logistic regression stops before it has converged.
+        warnings.filterwarnings("ignore", message="lbfgs failed to converge")
+        _warm_up()
+        for name, number in track(wanted):
+            case = CASES[name]
+            noise, split = case.noises[number], splits[name]
+            given, wrong = noise.added(split.y, split.classes, seed)
+            for found in _contestants(case, split, given, seed):
+                rows.append(found.row(name, noise, split, wrong))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Lay the rows out for printing."""
+    shown = report.table(
+        "wrong labels, found with the help of trusted ones",
+        rows,
+        {
+            "data": lambda row: row.data,
+            "noise": lambda row: row.noise,
+            "by": lambda row: row.method,
+            "model": lambda row: row.model,
+            "AUC": lambda row: f"{row.auc:.4f}",
+            "F1": lambda row: f"{row.f1:.3f}",
+            "accuracy": lambda row: f"{row.accuracy:.1%}",
+            "seconds": lambda row: f"{row.seconds:.1f}",
+            "of the CPU": lambda row: f"{row.cpu_seconds:.1f}",
+        },
+    )
+    if all(row.method != "cleanlab" for row in rows):
+        shown.caption = "cleanlab is left out, because it is not installed (pip install cleanlab)"
+    return shown
+
+
+@dataclass
+class _LastSplit:
+    """Keeps the split that was asked for last; several would not fit into a small machine."""
+
+    seed: int
+    data_dir: Path | None
+    last: tuple[str, Split] | None = field(default=None)
+
+    def __getitem__(self, name: str) -> Split:
+        if self.last is None or self.last[0] != name:
+            self.last = None
+            self.last = name, CASES[name].source(self.seed, self.data_dir)
+        return self.last[1]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result of one method, and its times."""
+
+    method: str
+    model: str
+    quality: Array
+    suspected: npt.NDArray[np.bool_]
+    predictor: Any
+    seconds: float
+    cpu_seconds: float
+    weights: Array | None = None
+
+    def row(self, data: str, noise: Noise, split: Split, wrong: npt.NDArray[np.bool_]) -> Row:
+        from sklearn.metrics import f1_score, roc_auc_score
+
+        weights = self.weights
+        return Row(
+            data=data,
+            noise=str(noise),
+            share=noise.share,
+            method=self.method,
+            model=self.model,
+            auc=float(roc_auc_score(~wrong, self.quality)),
+            weight_auc=None if weights is None else float(roc_auc_score(~wrong, weights)),
+            f1=float(f1_score(wrong, self.suspected)),
+            accuracy=float(self.predictor.score(split.X_test, split.y_test)),
+            seconds=self.seconds,
+            cpu_seconds=self.cpu_seconds,
+        )
+
+
+def _contestants(case: Case, split: Split, given: Array, seed: int) -> Iterator[_Found]:
+    yield _label_cleaner(case, split, given, seed)
+    if _cleanlab() is not None:
+        for name, make in case.rivals.items():
+            yield _by_cleanlab(name, make(), split, given)
+
+
+def _label_cleaner(case: Case, split: Split, given: Array, seed: int) -> _Found:
+    from bilevel.cleaning import LabelCleaner
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = None if case.model is None else case.model()
+    watch = _Watch()
+    cleaner = LabelCleaner(model, random_state=seed)
+    cleaner.fit(split.X, given, X_clean=split.X_clean, y_clean=split.y_clean)
+    seconds, cpu_seconds = watch.read()
+    return _Found(
+        "LabelCleaner",
+        "softmax regression" if model is None else f"{HIDDEN} hidden units",
+        cleaner.label_quality_,
+        cleaner.label_issues()["is_label_issue"].to_numpy(),
+        cleaner,
+        seconds,
+        cpu_seconds,
+        cleaner.sample_weight_,
+    )
+
+
+def _by_cleanlab(name: str, model: Any, split: Split, given: Array) -> _Found:
+    from sklearn.model_selection import cross_val_predict
+
+    cleanlab = _cleanlab()
+    watch = _Watch()
+    p = cross_val_predict(model, split.X, given, cv=5, method="predict_proba")
+    suspected = cleanlab.filter.find_label_issues(given, p, n_jobs=1)
+    quality = cleanlab.rank.get_label_quality_scores(given, p)
+    model.fit(split.X[~suspected], given[~suspected])
+    return _Found("cleanlab", name, quality, suspected, model, *watch.read())
+
+
+def _cleanlab() -> Any:
+    """Import cleanlab; None if it is not installed."""
+    try:
+        import cleanlab.filter
+        import cleanlab.rank
+    except ImportError:
+        return None
+    return cleanlab
+
+
+def _warm_up() -> None:
+    """Warm up: what a process imports at its first fit is not measured."""
+    from bilevel.cleaning import LabelCleaner
+
+    X = np.random.default_rng(0).normal(size=(60, 2))
+    LabelCleaner(max_steps=1).fit(X, X[:, 0] > 0)
+    _cleanlab()
+
+
+class _Watch:
+    """A stopwatch of elapsed time and of processor time."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return the elapsed seconds and the processor seconds."""
+        return time.perf_counter() - self._start[0], time.process_time() - self._start[1]

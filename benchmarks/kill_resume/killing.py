@@ -1,0 +1,129 @@
+"""Runs in processes that are killed and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch._dynamo  # Optimizers import it, which takes seconds: once here, for all processes.
+
+from benchmarks.kill_resume.tasks import TASKS
+from bilevel import Checkpoint, Result, minimize
+from bilevel.run.checkpoint.file import PART, bytes_of
+from bilevel.variables import Variable
+
+TWICE = 0.25
+"""The fraction of runs that are killed a second time."""
+
+
+def digest(result: Result) -> str:
+    """Hash all bits of a result except the times."""
+    bits = hashlib.sha256()
+    for value in (result.x, result.y):
+        variable = Variable(value, "v")
+        for tensor in (*variable.leaves, *variable.buffers):
+            bits.update(bytes_of(tensor))
+    for name, column in result.history.items():
+        if name != "seconds":
+            bits.update(column.tobytes())
+    bits.update(f"{result.steps} {result.selected_step} {result.outcome.name}".encode())
+    return bits.hexdigest()
+
+
+def run_to_end(task: str, steps: int, folder: str, answer: str) -> None:
+    """Make the whole run, or the rest of it, and write its digest to the file ``answer``."""
+    # More compile threads are processes, which a kill of this one would leave behind.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    every_step = Checkpoint(folder, every_steps=1, keep=2)
+    result = minimize(**TASKS[task](), steps=steps, checkpoint=every_step)
+    whole = Path(answer + PART)
+    whole.write_text(digest(result))
+    whole.replace(answer)
+
+
+class Killer:
+    """Starts runs, kills them, resumes them and compares the results.
+
+    Args:
+        steps: the number of steps of each run.
+        seed: the seed of the moments at which runs are killed.
+        folder: the folder for the files of the runs.
+    """
+
+    def __init__(self, steps: int, seed: int, folder: Path) -> None:
+        kinds = multiprocessing.get_all_start_methods()
+        # Processes of a fork server start with everything imported.
+        self._context = multiprocessing.get_context("forkserver" if "forkserver" in kinds else None)
+        if "forkserver" in kinds:
+            self._context.set_forkserver_preload([__name__])
+        self._steps = steps
+        self._random = random.Random(seed)
+        self._folder = folder
+        self._expected: dict[str, str] = {}
+        self._count = 0
+
+    def expected(self, task: str) -> str:
+        """Return the digest of the run that is not killed; it saves checkpoints as well."""
+        if task not in self._expected:
+            folder = self._fresh()
+            process = self._start(task, folder)
+            process.join()
+            self._expected[task] = self._answer(folder)
+        return self._expected[task]
+
+    def kill_and_resume(self, task: str) -> tuple[bool, int, int]:
+        """Return whether the bits agree, the number of kills, and how many were during a save."""
+        expected = self.expected(task)
+        folder = self._fresh()
+        planned = 1 + (self._random.random() < TWICE)
+        kills = while_saving = 0
+        while kills < planned:
+            process = self._start(task, folder)
+            self._wait_for(process, folder, self._random.randrange(self._steps - kills))
+            process.kill()
+            process.join()
+            if process.exitcode == 0:  # The run ended before the kill: start again.
+                folder = self._fresh()
+                kills = while_saving = 0
+                continue
+            kills += 1
+            while_saving += any(folder.glob(f".*{PART}")) if folder.exists() else False
+        process = self._start(task, folder)
+        process.join()
+        leftovers = list(folder.glob(f".*{PART}"))
+        return self._answer(folder) == expected and not leftovers, kills, while_saving
+
+    def _fresh(self) -> Path:
+        self._count += 1
+        return self._folder / str(self._count)
+
+    def _start(self, task: str, folder: Path) -> BaseProcess:
+        process: BaseProcess = self._context.Process(
+            target=run_to_end, args=(task, self._steps, str(folder), f"{folder}.digest")
+        )
+        process.start()
+        return process
+
+    @staticmethod
+    def _answer(folder: Path) -> str:
+        answer = Path(f"{folder}.digest")
+        return answer.read_text() if answer.exists() else f"the run in {folder} wrote no digest"
+
+    def _wait_for(self, process: BaseProcess, folder: Path, step: int) -> None:
+        """Wait until the run has reached that step, and then for a random part of a step's time."""
+        begun = time.perf_counter()
+        reached = 0
+        while process.is_alive() and reached < step:
+            time.sleep(0.001)
+            reached = max(
+                (int(path.stem[5:]) for path in folder.glob("step-*.safetensors")), default=0
+            )
+        each = (time.perf_counter() - begun) / max(reached, 1)
+        time.sleep(self._random.random() * min(each, 0.05))
