@@ -202,12 +202,12 @@ def test_a_module_takes_one_set_or_sets_by_parameter() -> None:
 @pytest.mark.parametrize(
     ("value", "wanted", "error", "message"),
     [
-        (torch.ones(1), 3, ArgumentTypeError, "x_set"),
-        (torch.ones(1), {"a": halved}, ArgumentTypeError, "x_set"),
+        (torch.ones(1), 3, ArgumentTypeError, "x_set must be a callable .* not 3"),
+        (torch.ones(1), {"a": halved}, ArgumentTypeError, "x_set must be a callable"),
         (pair(), {"c": halved}, ArgumentError, r"x_set names \['c'\], .* only \['a', 'b'\]"),
         (pair(), {"b": [halved]}, ArgumentError, r"x_set\['b'\] has 1 parts, .* has 2"),
-        (pair(), {"b": [3, None]}, ArgumentTypeError, r"x_set\['b'\]\[0\]"),
-        (pair(), [halved, halved], ArgumentTypeError, "x_set"),
+        (pair(), {"b": [3, None]}, ArgumentTypeError, r"x_set\['b'\]\[0\] must be .* not 3"),
+        (pair(), [halved, halved], ArgumentTypeError, "x_set must be a callable"),
         (nn.Linear(1, 1), {"scale": halved}, ArgumentError, r"\['scale'\].*\['weight', 'bias'\]"),
     ],
 )
@@ -222,7 +222,7 @@ def test_sets_that_do_not_fit_are_refused(
 def test_a_callable_that_does_not_project_is_refused_at_once(returned: Any) -> None:
     problem = bilevel.problems.Quadratic()
     confined = bilevel.Problem(problem.upper, problem.lower, y_set=lambda tensor: returned)
-    with pytest.raises(ArgumentTypeError, match=r"set.*y.*\(5,\)"):
+    with pytest.raises(ArgumentTypeError, match=r"the set of y must project .* \(5,\)"):
         bilevel.Solver(confined, "f2sa", problem.x0, problem.y0)
 
 

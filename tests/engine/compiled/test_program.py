@@ -378,7 +378,9 @@ def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> N
         run.draw.lower.__class__ = InOrder
         run.step()
         data[4 + bad] = float("inf")
-        with pytest.raises(NonFiniteError, match=r"lower\(x, y\).*step 1") as caught:
+        with pytest.raises(
+            NonFiniteError, match=r"^lower\(x, y\) is not finite at step 1"
+        ) as caught:
             run.step()
         assert caught.value.state is not None
         return caught.value.state
@@ -394,7 +396,7 @@ def test_a_set_that_stops_giving_numbers_leaves_the_variables_finite() -> None:
     run = solver(SCHEMES["forward"], compile=True, problem=problem)
     run.step()
     broken[0] = True
-    with pytest.raises(bilevel.errors.ArgumentError, match=r"set.*y"):
+    with pytest.raises(bilevel.errors.ArgumentError, match=r"the set of y .*not finite"):
         run.step()
     assert bool(torch.isfinite(run.y).all())
 
@@ -406,7 +408,7 @@ def test_a_step_that_would_overflow_is_not_taken() -> None:
     )
     start = torch.ones(2, dtype=torch.float64)
     run = Solver(problem, F2SA(inner_steps=2, upper_lr=1e308), start, start, compile=True)
-    with pytest.raises(NonFiniteError, match=r"step of x.*step 0"):
+    with pytest.raises(NonFiniteError, match=r"^the step of x is not finite at step 0"):
         run.step()
     assert torch.equal(run.x, start)
 
@@ -616,7 +618,7 @@ def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("compile", [1, "yes", None])
 def test_compile_is_yes_or_no(compile: Any) -> None:
-    with pytest.raises(bilevel.errors.ArgumentTypeError, match=r"compile"):
+    with pytest.raises(bilevel.errors.ArgumentTypeError, match=r"compile must be True or False"):
         solver(F2SA(), compile=compile)
 
 
