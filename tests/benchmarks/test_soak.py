@@ -37,7 +37,7 @@ def test_drift_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="steps must be a whole number of at least 4000"):
+    with pytest.raises(ArgumentError, match="steps"):
         soak.run(steps=100)
 
 

@@ -181,7 +181,7 @@ def test_the_argument_goes_before_the_environment(
         ({"a.gz": CONTENT["a.gz"]}, MissingDataError, r"mine.* lacks b\.gz"),
         ({}, MissingDataError, r"mine.* lacks a\.gz, b\.gz"),
         ({**CONTENT, "b.gz": b"sec"}, CorruptDataError, r"mine.b\.gz \(3 bytes\)"),
-        (None, ArgumentError, "data_dir must be a folder that exists"),
+        (None, ArgumentError, "data_dir"),
     ],
 )
 def test_what_a_folder_lacks_is_named_and_nothing_in_it_changes(

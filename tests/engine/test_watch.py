@@ -199,7 +199,7 @@ def test_gradients_and_steps(
         watch.read()
         assert torch.equal(variable.grads()[0], torch.tensor(values))
         return
-    with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite at step 7"):  # noqa: PT012
+    with pytest.raises(NonFiniteError, match=rf"^{quantity}.*step 7"):  # noqa: PT012
         watch.gradients([(variable, rate)])
         assert watch.bad is not None
         assert bool(watch.bad)
@@ -225,7 +225,7 @@ def test_scalars(at_once: bool, values: tuple[float, ...], quantity: str | None)
     if quantity is None:
         look()
         return
-    with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite at step 3"):
+    with pytest.raises(NonFiniteError, match=rf"^{quantity}.*step 3"):
         look()
 
 

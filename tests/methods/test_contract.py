@@ -70,7 +70,7 @@ def test_the_table_is_covered() -> None:
 
 
 FINDS = [
-    pytest.param(case, marks=pytest.mark.slow) if case.name == "bome" else case  # 8,000 steps
+    pytest.param(case, marks=pytest.mark.slow) if case.name == "bome" else case  # 3,000 long steps
     for case in CASES
     if case.name != "no-bilevel"
 ]

@@ -552,7 +552,7 @@ def test_non_finite_numbers_stop_the_run_by_name(method: Any, level: str) -> Non
     )
     solver.step()
     bad.append(float("nan"))
-    with pytest.raises(NonFiniteError, match=rf"{level}\(x, y\) is not finite at step 1") as caught:
+    with pytest.raises(NonFiniteError, match=rf"{level}\(x, y\).*step 1") as caught:
         solver.step()
     assert caught.value.state is not None
     leaves = caught.value.state["state"]["y"]["leaves"]

@@ -71,5 +71,5 @@ def test_the_loss_is_the_models_own() -> None:
 
 def test_tokens_beyond_its_vocabulary_are_refused() -> None:
     sources = {**SOURCES, "beyond": [torch.tensor([[1, 2, 6]])]}
-    with pytest.raises(ArgumentError, match=r"a batch of sources\['beyond'\] has the token 6, but"):
+    with pytest.raises(ArgumentError, match=r"sources\['beyond'\]"):
         bilevel.DataMixer(sources, counting(1), gpt2()).fit(steps=1)

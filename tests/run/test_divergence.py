@@ -330,5 +330,5 @@ def test_a_run_that_goes_back_and_is_resumed_is_the_same(
 
 
 def test_other_reactions_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="on_divergence must be one of 'raise', 'warn', 'ba"):
+    with pytest.raises(ArgumentError, match="on_divergence"):
         run("f2sa", on_divergence="ignore")

