@@ -3,9 +3,10 @@
 from bilevel.run import loggers
 from bilevel.run.checkpoint.folder import Checkpoint, CheckpointLike
 from bilevel.run.history import History
-from bilevel.run.many import Results, minimize_many
+from bilevel.run.many import minimize_many
 from bilevel.run.minimize import Callback, minimize
 from bilevel.run.outcome import Outcome, Result
+from bilevel.run.results import Results
 from bilevel.run.solver import Solver
 
 __all__ = [

@@ -156,21 +156,6 @@ def starting_point(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variab
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The arguments of a :class:`Solver`, not checked yet; ``sampling`` makes a Sampling."""
-
-    problem: Problem
-    x0: Any
-    y0: Any
-    method: str | Method[Any]
-    sampling: Callable[[], Sampling]
-    seed: int
-    device: torch.device | str | None
-    compile: bool
-    process_group: GroupChoice
-
-
-@dataclass(frozen=True)
 class Prepared:
     """The parts of a run on one rank, all checked.
 
@@ -195,36 +180,50 @@ class Prepared:
     description: dict[str, Any]
 
 
-def prepare(given: Arguments, team: Team | None) -> Prepared:
-    """Check the arguments on this rank; needs no other rank, so that errors can be shared."""
-    if not isinstance(given.problem, Problem):
-        raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {given.problem!r}")
-    sampling = given.sampling()
-    check_count("seed", given.seed, least=0)
-    check_flag("compile", given.compile)
+def prepare(
+    team: Team | None,
+    problem: Problem,
+    x0: Any,
+    y0: Any,
+    method: str | Method[Any],
+    sampling_of: Callable[[], Sampling],
+    seed: int,
+    device: torch.device | str | None,
+    compile: bool,
+    process_group: GroupChoice,
+) -> Prepared:
+    """Check the arguments of a Solver on this rank, without any communication between ranks.
+
+    ``sampling_of`` makes the sampling, so that it too is checked where all ranks learn of errors.
+    """
+    if not isinstance(problem, Problem):
+        raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
+    sampling = sampling_of()
+    check_count("seed", seed, least=0)
+    check_flag("compile", compile)
     if torch.is_inference_mode_enabled():
         raise ArgumentError(
             "a run needs gradients, but it was begun inside torch.inference_mode(), whose tensors "
             "can never have any; begin it outside (torch.no_grad() does no harm)"
         )
-    method = method_of(given.method)
-    place = None if given.device is None else checked_device("device", given.device)
-    x, y = starting_point(given.x0, given.y0, place)
-    team = team or team_of_one(given.process_group, x, y)
+    chosen = method_of(method)
+    place = None if device is None else checked_device("device", device)
+    x, y = starting_point(x0, y0, place)
+    team = team or team_of_one(process_group, x, y)
     if team is not None:
-        refuse_on_ranks(team, given.problem, method, x, y)
-    redraw = partial(sampling.draw, given.seed, place, x.device)
+        refuse_on_ranks(team, problem, chosen, x, y)
+    redraw = partial(sampling.draw, seed, place, x.device)
     draw, randomness = redraw(() if team is None else team.key)
-    sampling.check_chunks(draw, method)
-    method.check(given.problem, draw, x)
+    sampling.check_chunks(draw, chosen)
+    chosen.check(problem, draw, x)
     description = {
-        "seed": int(given.seed),
+        "seed": int(seed),
         "device": x.device.type,
         **sampling.described(length=team is None),
         "x": settings.of_variable(x),
         "y": settings.of_variable(y),
     }
-    return Prepared(team, method, x, y, sampling, redraw, draw, randomness, description)
+    return Prepared(team, chosen, x, y, sampling, redraw, draw, randomness, description)
 
 
 def agree_on_ranks(team: Team, made: Prepared, all_settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
-from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
+from bilevel.run.setup import Sampling, agree_on_ranks, announce_ranks, prepare
 from bilevel.sampling import DirectionSize
 from bilevel.variables import Variable, part_of
 
@@ -88,9 +88,11 @@ class Solver(Resumable):
         sampling = partial(
             Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size
         )
-        given = Arguments(problem, x0, y0, method, sampling, seed, device, compile, process_group)
         team = team_of(process_group)
-        made = on_every_rank(team, partial(prepare, given, team))
+        ready = partial(
+            prepare, team, problem, x0, y0, method, sampling, seed, device, compile, process_group
+        )
+        made = on_every_rank(team, ready)
         announce_ranks(made.team, process_group)
         self.problem = problem
         self.team = made.team
