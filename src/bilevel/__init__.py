@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from bilevel.mixing import DataMixer, Mixture
     from bilevel.problems import diagnostics
     from bilevel.problems.diagnostics import check_hypergradient, hypergradient
-    from bilevel.run.many import Results, minimize_many
+    from bilevel.run.many import minimize_many
+    from bilevel.run.results import Results
 
 __all__ = [
     "AID",
@@ -106,7 +107,7 @@ _LATER_NAMES = {
     "DataMixer": "bilevel.mixing",
     "LabelCleaner": "bilevel.cleaning",
     "Mixture": "bilevel.mixing",
-    "Results": "bilevel.run.many",
+    "Results": "bilevel.run.results",
     "check_hypergradient": "bilevel.problems.diagnostics",
     "hypergradient": "bilevel.problems.diagnostics",
     "minimize_many": "bilevel.run.many",

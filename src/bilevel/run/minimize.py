@@ -96,9 +96,8 @@ def minimize(
         >>> result.outcome.name, result.steps, result.history["upper"].shape
         ('COMPLETED', 200, (200,))
     """
-    options = Options.checked(
-        steps, record_every, select, on_divergence, progress, callback, checkpoint
-    )
+    saved = None if checkpoint is None else checkpoint_of(checkpoint)
+    options = Options(steps, record_every, select, on_divergence, progress, callback, saved)
     interrupts = Interrupts()
     with nullcontext() if checkpoint is None else interrupts:
         solver = Solver(
@@ -122,29 +121,16 @@ class Options:
     callback: Callback | None
     checkpoint: Checkpoint | None
 
-    @classmethod
-    def checked(
-        cls,
-        steps: int,
-        record_every: int,
-        select: str,
-        on_divergence: Reaction,
-        progress: bool,
-        callback: Callback | None,
-        checkpoint: CheckpointLike | None,
-    ) -> Options:
-        """The options, if all of them can work."""
-        check_count("steps", steps, least=0)
-        check_count("record_every", record_every)
-        check_choice("select", select, SELECTORS)
-        check_choice("on_divergence", on_divergence, REACTIONS)
-        check_flag("progress", progress)
-        if callback is not None and not callable(callback):
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps, least=0)
+        check_count("record_every", self.record_every)
+        check_choice("select", self.select, SELECTORS)
+        check_choice("on_divergence", self.on_divergence, REACTIONS)
+        check_flag("progress", self.progress)
+        if self.callback is not None and not callable(self.callback):
             raise ArgumentTypeError(
-                f"callback must be a function of (solver, info), not {callback!r}"
+                f"callback must be a function of (solver, info), not {self.callback!r}"
             )
-        saved = None if checkpoint is None else checkpoint_of(checkpoint)
-        return cls(steps, record_every, select, on_divergence, progress, callback, saved)
 
     def described(self) -> dict[str, Any]:
         """What may not differ between a checkpoint and the run that goes on from it."""
