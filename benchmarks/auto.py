@@ -184,7 +184,9 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
         if scales != UNSCALED
         else task.problem
     )
-    solver = Solver(problem, task.x0 * x_scale, task.y0 * y_scale, method=F2SA(), seed=seed, **task.data)
+    solver = Solver(
+        problem, task.x0 * x_scale, task.y0 * y_scale, method=F2SA(), seed=seed, **task.data
+    )
     problem.evaluations = 0
     first = task.value(task.x0)
     highest, share, reached, failed, info = -math.inf, 0.0, math.inf, False, None

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
-from bilevel.problem.phi import Level
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, buffers_kept, held, is_sharded
