@@ -40,12 +40,12 @@ from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Problem
 from bilevel.theory import Constants
 from bilevel.variables import (
-    Averaged,
+    Averaging,
     Variable,
     buffers_copied,
-    entries,
     is_sharded,
     largest_entries,
+    stored_values,
 )
 
 ProcessGroup: TypeAlias = Any
@@ -112,14 +112,14 @@ def team_of_one(process_group: GroupChoice, *variables: Variable) -> Team | None
     alone = process_group is None or not (dist.is_available() and dist.is_initialized())
     team = None
     for variable in variables:
-        for name, kind in zip(variable.names, variable.averaged, strict=True):
-            if kind is Averaged.BY_NOBODY or (alone and kind is not Averaged.HERE):
+        for name, kind in zip(variable.names, variable.averaging, strict=True):
+            if kind is Averaging.NONE or (alone and kind is not Averaging.BY_RUN):
                 raise ArgumentError(
                     f"{name} is made for several ranks ({kind.who}), but this run has only one: "
                     f"call torch.distributed.init_process_group first, and leave "
                     f"process_group='default'"
                 )
-            if kind is not Averaged.HERE and team is None:
+            if kind is not Averaging.BY_RUN and team is None:
                 team = Team(dist.group.WORLD if process_group == "default" else process_group)
     return team
 
@@ -259,8 +259,8 @@ class Team:
     def start_alike(self, variable: Variable) -> None:
         """Give all ranks the numbers that the first has, where each holds all of them."""
         source = dist.get_global_rank(self.group, 0)
-        whole = zip(variable.leaves, variable.averaged, strict=True)
-        ours = [leaf for leaf, kind in whole if kind is Averaged.HERE]
+        whole = zip(variable.leaves, variable.averaging, strict=True)
+        ours = [leaf for leaf, kind in whole if kind is Averaging.BY_RUN]
         with torch.no_grad(), reaching():
             for tensor in (*ours, *variable.buffers):
                 if not is_sharded(tensor):
@@ -371,10 +371,10 @@ class TeamWatch(Watch):
         return list(self._team.mean(torch.stack(values)).unbind())
 
     def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
-        if all(kind is Averaged.HERE for kind in variable.averaged):
-            return variable.norm(grads)
-        squares = torch.stack([part.square().sum() for part in entries(grads)])
-        parted = torch.tensor([kind.parted for kind in variable.averaged], device=squares.device)
+        if all(kind is Averaging.BY_RUN for kind in variable.averaging):
+            return variable.gradient_norm(grads)
+        squares = torch.stack([part.square().sum() for part in stored_values(grads)])
+        parted = torch.tensor([kind.sharded for kind in variable.averaging], device=squares.device)
         total: Tensor = torch.where(parted, self._team.size * squares, squares).sum()
         return self._team.mean(total).sqrt()
 
@@ -392,24 +392,24 @@ class TeamWatch(Watch):
     ) -> tuple[list[str], list[Tensor]]:
         """What is averaged here; what only this rank has is given its weight in the mean."""
         names, ours = [], []
-        kinds = zip(variable.gradient_names, tensors, variable.averaged, strict=True)
+        kinds = zip(variable.gradient_names, tensors, variable.averaging, strict=True)
         for name, tensor, kind in kinds:
-            if kind is Averaged.HERE:
+            if kind is Averaging.BY_RUN:
                 names.append(name)
                 ours.append(tensor)
-            elif kind is Averaged.BY_NOBODY and not averaged:
-                entries([tensor])[0].div_(self._team.size)
+            elif kind is Averaging.NONE and not averaged:
+                stored_values([tensor])[0].div_(self._team.size)
         return names, ours
 
     def _others(self, variable: Variable, rate: float, tensors: list[Tensor] | None = None) -> bool:
         """Note what is not averaged here; whether there is any."""
         tensors = variable.grads() if tensors is None else tensors
         found = [
-            (name, entries([tensor])[0])
+            (name, stored_values([tensor])[0])
             for name, tensor, kind in zip(
-                variable.gradient_names, tensors, variable.averaged, strict=True
+                variable.gradient_names, tensors, variable.averaging, strict=True
             )
-            if kind is not Averaged.HERE
+            if kind is not Averaging.BY_RUN
         ]
         self.steps([(variable, [name for name, _ in found], [t for _, t in found], rate)])
         return bool(found)
@@ -491,8 +491,8 @@ def refuse_on_ranks(
     parted = [
         name
         for variable in (x, y)
-        for name, kind in zip(variable.names, variable.averaged, strict=True)
-        if kind.parted
+        for name, kind in zip(variable.names, variable.averaging, strict=True)
+        if kind.sharded
     ]
     if not parted:
         return
@@ -511,7 +511,7 @@ def refuse_on_ranks(
         raise ArgumentError(
             f"acceleration looks at whole vectors, but of {parted[0]} each rank holds a part"
         )
-    tables = [*x.averaged, *y.averaged].count(Averaged.BY_NOBODY)
+    tables = [*x.averaging, *y.averaging].count(Averaging.NONE)
     if tables and isinstance(method, F3SA):
         raise ArgumentError(
             f"F3SA keeps estimates of every row, but of {parted[0]} each rank holds some; use F2SA"
@@ -519,16 +519,16 @@ def refuse_on_ranks(
 
 
 def _refuse_leaves(team: Team, variable: Variable, given: Any) -> None:
-    leaves = zip(variable.names, variable.averaged, variable.by_rows, strict=True)
+    leaves = zip(variable.names, variable.averaging, variable.row_sparse, strict=True)
     for name, kind, by_rows in leaves:
-        if by_rows and kind is Averaged.HERE and team.size > 1:
+        if by_rows and kind is Averaging.BY_RUN and team.size > 1:
             raise ArgumentError(
                 f"of {name} every rank holds all rows, but gradients by row are not averaged; "
                 f"divide a Table by rows, with mine = bilevel.distributed.rows(n) and "
                 f"Table(values[mine], first=mine.start, rows=n), and of an nn.Embedding leave out "
                 f"sparse=True"
             )
-        if kind is Averaged.IN_PARTS and given is not None:
+        if kind is Averaging.BY_FSDP and given is not None:
             raise ArgumentError(
                 f"{variable.name}_set={given!r} needs whole tensors, but of {name} each rank holds "
                 f"a part"

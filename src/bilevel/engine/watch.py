@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import NonFiniteError
-from bilevel.variables import Variable, entries, largest_entries, longest_step, require_finite
+from bilevel.variables import Variable, largest_entries, longest_step, require_finite, stored_values
 
 
 class Watch:
@@ -61,7 +61,7 @@ class Watch:
         A step along them must not overflow either. On several ranks they become the mean, unless
         they are ``averaged`` already.
         """
-        by_variable = [entries(variable.grads()) for variable, _ in moves]
+        by_variable = [stored_values(variable.grads()) for variable, _ in moves]
         if not self._at_once:
             pairs = zip(moves, by_variable, strict=True)
             self.steps([(v, v.gradient_names, grads, rate) for (v, rate), grads in pairs])
@@ -83,7 +83,7 @@ class Watch:
         They are replaced by it.
         """
         for variable, tensors in parts:
-            grads = entries(tensors)
+            grads = stored_values(tensors)
             if self._at_once:
                 require_finite(self._step, variable.gradient_names, grads)
             else:
@@ -95,7 +95,7 @@ class Watch:
 
     def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
         """The Euclidean norm of gradients, with those parts that other ranks hold."""
-        return variable.norm(grads)
+        return variable.gradient_norm(grads)
 
     def steps(self, parts: Sequence[tuple[Variable, list[str], list[Tensor], float]]) -> None:
         """Note gradients of variables, by their names, and steps of a length along them.

@@ -18,7 +18,7 @@ from bilevel.methods.implicit import (
 from bilevel.problem import Problem
 from bilevel.sampling import Draw
 from bilevel.stepping.updates import Now, Update
-from bilevel.variables import Variable, conjugate_gradients, flat, require_finite
+from bilevel.variables import Variable, conjugate_gradients, flatten, require_finite
 
 
 @dataclass
@@ -107,7 +107,7 @@ class AID(ImplicitMethod[AIDState]):
             y=y,
             x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
+            adjoint=torch.zeros_like(flatten(y.leaves), requires_grad=False),
         )
 
     def _adjoint(

@@ -21,7 +21,7 @@ from bilevel.problem import FORWARD, Problem, evaluate, separately
 from bilevel.sampling import Draw
 from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.stepping.updates import Update
-from bilevel.variables import Total, Variable, added, buffers_kept, held
+from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class BOME(DescentMethod[GapState]):
             train(problem, x, z, state.z_update, draw, k, inner_lr)
 
         tally = Tally(problem, state, measure)
-        totals = Total(), Total()
+        totals = GradientSum(), GradientSum()
         gap = 0.0
-        with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
+        with frozen(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
             for samples in draw.direction(FORWARD.nodes, self.coupling == "shared"):
                 phi = evaluate(problem, FORWARD, x, [y, z], samples)
                 for total, weights in zip(totals, separately(), strict=True):
@@ -160,7 +160,7 @@ class BOME(DescentMethod[GapState]):
 
         grad_f, grad_q = (total.gradients() for total in totals)
         lam = self._multiplier(grad_f, grad_q, gap)
-        direction = added(grad_f, grad_q, alpha=lam)
+        direction = add_gradients(grad_f, grad_q, alpha=lam)
         x.set_grads(direction[: len(x.leaves)])
         y.set_grads(direction[len(x.leaves) :])
         upper_lr = state.x_update.choose(now.upper)

@@ -30,7 +30,7 @@ from bilevel.problem import (
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping.policy import Pace
 from bilevel.stepping.updates import Now, Update, updates_of_copies
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.variables import Variable, buffers_kept, frozen
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -78,7 +78,7 @@ class F2SAState(State):
     def draw_together(self, share: float) -> None:
         for point in self.points:
             if point is not self.solution:
-                point.approach(self.solution, share)
+                point.contract_towards(self.solution, share)
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class F2SA(PaperMethod[F2SAState]):
         one_by_one = self._one_by_one and not draw.chunked
         watch = problem.watch(state.k, x.device, before=state.unread)
 
-        with held(x):
+        with frozen(x):
             for _ in range(done, self.inner_steps - self.single_pass):
                 if one_by_one:
                     samples = draw.inner(nodes, shared)
@@ -296,7 +296,7 @@ class F2SA(PaperMethod[F2SAState]):
             parts = draw.inner_parts(nodes, shared)
             self._direction(problem, state, weights, parts, tally, watch)
         else:
-            with held(*points), buffers_kept(x, *points):
+            with frozen(*points), buffers_kept(x, *points):
                 self._direction(
                     problem, state, weights, draw.direction(nodes, shared), tally, watch
                 )

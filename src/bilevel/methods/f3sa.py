@@ -21,7 +21,7 @@ from bilevel.problem import FORWARD, Phi, Problem, Stencil, Weights, evaluate, s
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping.schedules import Power, Rate, Schedule, as_schedule, positive_at
 from bilevel.stepping.updates import Update, updates_of_copies
-from bilevel.variables import Variable, added, buffers_kept, dense, entries, held
+from bilevel.variables import Variable, add_gradients, buffers_kept, frozen, stored_values, to_dense
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
@@ -64,7 +64,7 @@ class F3SAState(State):
         return self.y
 
     def draw_together(self, share: float) -> None:
-        self.y.approach(self.z, share)
+        self.y.contract_towards(self.z, share)
         self.displaced()
 
     def displaced(self) -> None:
@@ -215,7 +215,7 @@ class F3SA(PaperMethod[F3SAState]):
         fresh = _zeros(x, len(state.x_estimates))
         stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
         variables = (x, y, z, *state.before)
-        with held(y, z, y_before, z_before), buffers_kept(*variables):
+        with frozen(y, z, y_before, z_before), buffers_kept(*variables):
             for part in draw.direction(self.stencil.nodes, shared=True):
                 rewind = Rewind(x.device)
                 phi = evaluate(problem, self.stencil, x, [y, z], part, rewind)
@@ -253,7 +253,7 @@ class F3SA(PaperMethod[F3SAState]):
         """The estimate of the gradient of f + lam * g."""
         if self.recursion == "separate":
             f, g = estimates
-            return added([h.clone() for h in f], g, alpha=lam)
+            return add_gradients([h.clone() for h in f], g, alpha=lam)
         return [h.clone() for h in estimates[0]]
 
     def _lower_gradients(
@@ -267,16 +267,16 @@ class F3SA(PaperMethod[F3SAState]):
     ) -> Gradients:
         """For y the gradient of each term, then for z that of g, at a point (x, y, z)."""
         x, y, z = point
-        with held(x):
+        with frozen(x):
             phi = evaluate(problem, self.stencil, x, [y, z], samples, rewind)
             gradients = []
             for weights in self._weights(lam):
                 phi.backward(weights, watch)
-                gradients.append(dense(y.take_grads()))
+                gradients.append(to_dense(y.take_grads()))
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
         weight = -1.0 if self.recursion == "separate" else -lam
-        gradients.append(dense(z.take_grads()))
-        torch._foreach_div_(entries(gradients[-1]), weight)
+        gradients.append(to_dense(z.take_grads()))
+        torch._foreach_div_(stored_values(gradients[-1]), weight)
         return gradients
 
     def _add_x_gradients(
@@ -291,13 +291,13 @@ class F3SA(PaperMethod[F3SAState]):
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:
     """H <- fresh + (1 - eta) * (h - stale), in place; without ``stale`` the past has no weight."""
     for index, (whole, new) in enumerate(zip(estimates, fresh, strict=True)):
-        h = entries(whole)
+        h = stored_values(whole)
         if stale is None:
-            torch._foreach_copy_(h, entries(new))
+            torch._foreach_copy_(h, stored_values(new))
         else:
-            torch._foreach_sub_(h, entries(stale[index]))
+            torch._foreach_sub_(h, stored_values(stale[index]))
             torch._foreach_mul_(h, 1 - eta)
-            torch._foreach_add_(h, entries(new))
+            torch._foreach_add_(h, stored_values(new))
 
 
 def _zeros(variable: Variable, count: int) -> Gradients:

@@ -30,7 +30,7 @@ from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Problem
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping.updates import Now, Update
-from bilevel.variables import Variable, buffers_kept, dense, flat, held, require_finite
+from bilevel.variables import Variable, buffers_kept, flatten, frozen, require_finite, to_dense
 
 _NO_DERIVATIVE = ("is not implemented", "once_differentiable", "ouble backward")
 """What torch says when a backward pass has no backward pass of its own."""
@@ -65,7 +65,7 @@ class Slope:
         # with a seed that requires a gradient every such function leaves its mark
         seed = torch.ones_like(value, requires_grad=check)
         with _refused(user):
-            vector = flat(gradient(value, at, weights=seed, create_graph=True))
+            vector = flatten(gradient(value, at, weights=seed, create_graph=True))
         if not (_differentiable(vector, at) if check else vector.requires_grad):
             raise ObjectiveError(_refusal(user))
         return cls(vector, at, user)
@@ -73,7 +73,7 @@ class Slope:
     def hessian_product(self, v: Tensor) -> Tensor:
         """grad^2_yy g v; may be asked for again and again."""
         with _refused(self.user):
-            return flat(gradient(self.vector, self.at, weights=v, retain_graph=True))
+            return flatten(gradient(self.vector, self.at, weights=v, retain_graph=True))
 
     def mixed_product(self, v: Tensor, x: Variable) -> list[Tensor]:
         """grad^2_xy g v, for each leaf of x; the last product that is asked for."""
@@ -111,7 +111,9 @@ def gradient(
         retain_graph=retain_graph,
         allow_unused=True,
     )
-    return dense([torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)])
+    return to_dense(
+        [torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)]
+    )
 
 
 @dataclass
@@ -165,7 +167,7 @@ class ImplicitMethod(DescentMethod[S]):
         tally = Tally(problem, state, measure)
         with buffers_kept(x, state.y):
             f_y = leave_upper_gradient(problem, state, draw, tally)
-            with held(x):
+            with frozen(x):
                 adjoint = self._adjoint(problem, state, draw, f_y, now)
             for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
                 slope.backward(-adjoint, x)
@@ -185,7 +187,7 @@ class ImplicitMethod(DescentMethod[S]):
 def descend(problem: Problem, state: OneCopyState, draw: Draw, steps: int, rate: float) -> None:
     """Move y down g, at fixed x."""
     x, y = state.x, state.y
-    with held(x):
+    with frozen(x):
         for _ in range(steps):
             value = problem.g(x, y, draw.lower.next())
             require_finite(state.k, [f"lower({x.name}, {y.name})"], [value])
@@ -205,7 +207,7 @@ def leave_upper_gradient(problem: Problem, state: OneCopyState, draw: Draw, tall
             value.backward(inputs=[*x.leaves, *y.leaves])  # type: ignore[no-untyped-call]
         tally.add(Sample(batch, None, share, 0.0), {name: value.detach()})
     y.require_finite_grads(state.k)
-    return flat(y.take_grads())
+    return flatten(y.take_grads())
 
 
 def lower_slopes(

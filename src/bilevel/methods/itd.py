@@ -27,7 +27,7 @@ from bilevel.variables import (
     buffers_kept,
     require_finite,
     substituted,
-    unflat,
+    unflatten_like,
 )
 
 
@@ -123,7 +123,7 @@ class ITD(DescentMethod[OneCopyState]):
         with buffers_kept(x, y):
             f_y = leave_upper_gradient(problem, state, draw, tally)
             tally.add(Sample(None, last_batch, 0.0, 1.0), {})
-            pull_back(unrolled, unflat(f_y, unrolled), x, user=type(self).__name__)
+            pull_back(unrolled, unflatten_like(f_y, unrolled), x, user=type(self).__name__)
         x.require_finite_grads(k)
         upper_lr = state.x_update.choose(now.upper)
         info = tally.info(x.grads(), gamma, upper_lr)
@@ -148,7 +148,7 @@ class ITD(DescentMethod[OneCopyState]):
                 value = problem.g(x, y, batch)
                 require_finite(k, [f"lower({x.name}, {y.name})"], [value])
                 slope = Slope.of(value, now, type(self).__name__, check=k == 0 and t == 0)
-            slopes = unflat(slope.vector, now)
+            slopes = unflatten_like(slope.vector, now)
             require_finite(k, names, [s.detach() for s in slopes])
             now = [
                 moved if project is None else project(moved)

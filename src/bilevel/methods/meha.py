@@ -16,7 +16,7 @@ from bilevel.problem import FORWARD, Problem, Weights, evaluate
 from bilevel.sampling import Draw
 from bilevel.stepping.schedules import Power, Rate
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, added, held
+from bilevel.variables import Variable, add_gradients, frozen
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
 """c_k = c0 * (k + 1)^p with c0 = 10 and p = 1/4."""
@@ -112,7 +112,7 @@ class MEHA(PenaltyMethod[GapState]):
         now = state.pace.at(problem, state, draw)
         c, gamma, beta = now.multiplier, state.z_update.choose(now.lower), now.penalty
 
-        with held(x):
+        with frozen(x):
             phi = evaluate(problem, LOWER, x, [theta], draw.inner(LOWER.nodes, shared=False))
             phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
         self._add_pull(theta, y, 1.0)
@@ -136,4 +136,4 @@ class MEHA(PenaltyMethod[GapState]):
     def _add_pull(self, of: Variable, towards: Variable, weight: float) -> None:
         """Add weight * (of - towards) / gam to the gradients of ``of``."""
         difference = torch._foreach_sub(of.leaves, towards.leaves)
-        of.set_grads(added(of.grads(), difference, alpha=weight / self.proximal))
+        of.set_grads(add_gradients(of.grads(), difference, alpha=weight / self.proximal))

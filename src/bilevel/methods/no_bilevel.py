@@ -20,7 +20,7 @@ from bilevel.stepping.updates import (
     Update,
     rate_or_optimizer,
 )
-from bilevel.variables import Variable, held
+from bilevel.variables import Variable, frozen
 
 LOWER = Stencil(upper=(0.0,), lower=(1.0,), centre=(1.0,))
 """Phi = lam * g(x, y): one copy, which solves the lower level."""
@@ -30,7 +30,7 @@ def train(
     problem: Problem, x: Variable, y: Variable, update: Update, draw: Draw, k: int, rate: float
 ) -> None:
     """One gradient step of y on g(x, .), on a sample of its own."""
-    with held(x):
+    with frozen(x):
         phi = evaluate(problem, LOWER, x, [y], draw.inner(LOWER.nodes, shared=False))
         phi.backward(Weights(None, 1.0), Watch(k, at_once=True))
     y.require_finite_grads(k, rate)

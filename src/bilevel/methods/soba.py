@@ -23,7 +23,7 @@ from bilevel.problem import Problem
 from bilevel.sampling import Draw
 from bilevel.stepping.schedules import Rate, Schedule, as_schedule, positive_at
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, buffers_kept, flat, unflat
+from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
 
 @dataclass
@@ -117,7 +117,7 @@ class SOBA(DescentMethod[SOBAState]):
             y=y,
             x_update=x_update,
             y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            adjoint=torch.zeros_like(flat(y.leaves), requires_grad=False),
+            adjoint=torch.zeros_like(flatten(y.leaves), requires_grad=False),
             average=[],
         )
 
@@ -135,10 +135,10 @@ class SOBA(DescentMethod[SOBAState]):
         for slope in lower_slopes(problem, state, draw, tally, type(self).__name__):
             g_y += slope.vector.detach()
             slope.backward(-state.adjoint, x, y)
-        adjoint = state.adjoint + rho * (flat(y.take_grads()) + f_y)
+        adjoint = state.adjoint + rho * (flatten(y.take_grads()) + f_y)
         require_finite_adjoint(k, adjoint)
         x.require_finite_grads(k)
-        y.set_grads(unflat(g_y, y.leaves))
+        y.set_grads(unflatten_like(g_y, y.leaves))
         y.require_finite_grads(k)
 
         self._smooth(state)

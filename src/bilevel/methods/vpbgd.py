@@ -15,7 +15,7 @@ from bilevel.methods.penalty import PenaltyMethod
 from bilevel.problem import FORWARD, Problem, Stencil, Weights, evaluate
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.variables import Variable, buffers_kept, frozen
 
 
 @dataclass
@@ -43,7 +43,7 @@ class GapState(State):
         return self.y
 
     def draw_together(self, share: float) -> None:
-        self.y.approach(self.z, share)
+        self.y.contract_towards(self.z, share)
 
 
 def gap_gradients(
@@ -55,7 +55,7 @@ def gap_gradients(
     move with it, and only these.
     """
     x, y, z = state.x, state.y, state.z
-    with held(z), buffers_kept(x, z):
+    with frozen(z), buffers_kept(x, z):
         for samples in parts:
             phi = evaluate(problem, FORWARD, x, [y, z], samples)
             phi.backward(Weights(1.0, lam), Watch(state.k, at_once=True))

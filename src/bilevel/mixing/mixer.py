@@ -18,7 +18,7 @@ from bilevel.run.checkpoint.folder import CheckpointLike
 from bilevel.run.loggers import Logger
 from bilevel.run.minimize import Callback, minimize
 from bilevel.run.solver import Solver
-from bilevel.sampling import Together
+from bilevel.sampling import CombinedData
 
 
 class DataMixer:
@@ -137,8 +137,8 @@ class DataMixer:
             self.model,
             method=self.method,
             steps=steps,
-            upper_data=Together({"target": self.target}, str, prepared),
-            lower_data=Together(self.sources, lambda name: f"sources[{name!r}]", prepared),
+            upper_data=CombinedData({"target": self.target}, str, prepared),
+            lower_data=CombinedData(self.sources, lambda name: f"sources[{name!r}]", prepared),
             seed=self.seed,
             progress=progress,
             callback=course,

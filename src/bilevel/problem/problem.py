@@ -33,12 +33,12 @@ from bilevel.sampling import Rewind, Sample
 from bilevel.theory import Constants
 from bilevel.variables import (
     Variable,
-    added,
+    add_gradients,
     buffers_kept,
+    cast_large_gradients,
     differentiate,
-    held,
+    frozen,
     is_sharded,
-    reduced,
 )
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
@@ -162,7 +162,7 @@ class Problem:
         """Evaluate the objectives and raise unless they are scalar functions of x and y."""
         with torch.enable_grad(), buffers_kept(x, y):
             levels = (("upper", self.f, upper_batch), ("lower", self.g, lower_batch))
-            with held(x):
+            with frozen(x):
                 for name, objective, batch in levels:  # one graph at a time: they may be large
                     try:
                         value = objective(x, y, batch)
@@ -180,7 +180,7 @@ class Problem:
                             f"item(), no_grad() or an unused y"
                         )
                     del value
-            with held(y):
+            with frozen(y):
                 if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
                     raise ObjectiveError(
                         "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
@@ -271,7 +271,7 @@ class Stencil:
                 target.zero_()
                 for part, share in zip(parts, self.centre, strict=True):
                     target.add_(part, alpha=share)
-        centre.reassemble()
+        centre.reshard()
 
     def spread(self, points: Sequence[Variable]) -> None:
         """Pass the gradient at the centre on to the copies that it is made of."""
@@ -279,7 +279,7 @@ class Stencil:
             return
         gradient = points[-1].take_grads()
         for copy, share in zip(points, self.centre, strict=False):
-            copy.set_grads(added(copy.grads(), gradient, alpha=share))
+            copy.set_grads(add_gradients(copy.grads(), gradient, alpha=share))
 
 
 FORWARD = Stencil(upper=(1.0, 0.0), lower=(1.0, -1.0), centre=(0.0, 1.0))
@@ -474,7 +474,7 @@ def accumulate(
         else:
             if kept is not None:
                 with torch.no_grad():
-                    point.set_grads(added(point.grads(), kept))
+                    point.set_grads(add_gradients(point.grads(), kept))
                 kept = None
             if done is not None:
                 done(point)
@@ -486,7 +486,7 @@ def _kept(point: Variable, dtype: torch.dtype | None) -> list[Tensor] | None:
     if not any(leaf.requires_grad for leaf in point.leaves):
         return None
     grads = point.take_grads()
-    return grads if dtype is None else reduced(grads, dtype)
+    return grads if dtype is None else cast_large_gradients(grads, dtype)
 
 
 def _terms(

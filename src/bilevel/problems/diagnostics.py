@@ -23,7 +23,14 @@ from bilevel.problem import Problem, Stencil, Weights, evaluate
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.sampling import Sample
-from bilevel.variables import Variable, conjugate_gradients, dense, flat, held, unflat
+from bilevel.variables import (
+    Variable,
+    conjugate_gradients,
+    flatten,
+    frozen,
+    to_dense,
+    unflatten_like,
+)
 
 
 def hypergradient(
@@ -138,11 +145,11 @@ def check_hypergradient(
         _minimise(problem, at_x, at_y, sample, strength=0.0)
         exact = _implicit_gradient(problem, at_x, at_y, sample)
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
-        with held(*points):
+        with frozen(*points):
             phi = evaluate(problem, stencil, at_x, points, [sample] * len(points))
             phi.backward(Weights(1.0, lam), Watch(0, at_once=True))
-    direction = dense(at_x.take_grads())
-    truth, found = flat(exact), flat(direction)
+    direction = to_dense(at_x.take_grads())
+    truth, found = flatten(exact), flatten(direction)
     return HypergradientCheck(
         exact=at_x.structured(exact),
         direction=at_x.structured(direction),
@@ -232,14 +239,14 @@ def _solved_points(
     for _ in range(100 if stencil.f_at_centre else 1):
         tilt = None
         if stencil.f_at_centre:
-            with held(x):
+            with frozen(x):
                 f = problem.f(x, points[-1], sample.upper)
                 tilt = [g.detach() for g in gradient(f, points[-1].leaves)]
-        before = flat(points[0].leaves).detach().clone()
+        before = flatten(points[0].leaves).detach().clone()
         for copy, strength in zip(points, stencil.strengths, strict=False):
             _minimise(problem, x, copy, sample, strength / lam, tilt)
         stencil.recentre(points)
-        moved = (flat(points[0].leaves).detach() - before).norm()
+        moved = (flatten(points[0].leaves).detach() - before).norm()
         if moved <= 100 * torch.finfo(before.dtype).eps * before.norm():
             break
     return points
@@ -248,7 +255,7 @@ def _solved_points(
 def _implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
     f = problem.f(x, y, sample.upper)
     f_x = gradient(f, x.leaves, retain_graph=True)
-    f_y = flat(gradient(f, y.leaves))
+    f_y = flatten(gradient(f, y.leaves))
     slope = Slope.of(problem.g(x, y, sample.lower), y.leaves, "the exact hypergradient")
     adjoint = conjugate_gradients(slope.hessian_product, f_y)
     left = float((f_y - slope.hessian_product(adjoint)).norm() / f_y.norm()) if f_y.any() else 0.0
@@ -277,11 +284,11 @@ def _minimise(
     def objective() -> Tensor:
         value = problem.g(x, y, sample.lower)
         if tilt is not None:
-            return value + strength * (flat(tilt) @ flat(y.leaves))
+            return value + strength * (flatten(tilt) @ flatten(y.leaves))
         return value + strength * problem.f(x, y, sample.upper) if strength else value
 
     eps = torch.finfo(y.leaves[0].dtype).eps
-    with held(x):
+    with frozen(x):
         first = before = None
         for _ in range(100):
             value = objective()
@@ -312,7 +319,7 @@ def _line_search(
     objective: Callable[[], Tensor], y: Variable, step: Tensor, value: float, decrease: float
 ) -> bool:
     """Move y against ``step``, halved until the objective falls; False: it does not."""
-    start = flat(y.leaves).clone()
+    start = flatten(y.leaves).clone()
     slack = 4 * torch.finfo(start.dtype).eps * abs(value)
     for halvings in range(40):
         length = 0.5**halvings
@@ -324,5 +331,5 @@ def _line_search(
 
 
 def _write(variable: Variable, vector: Tensor) -> None:
-    for leaf, part in zip(variable.leaves, unflat(vector, variable.leaves), strict=True):
+    for leaf, part in zip(variable.leaves, unflatten_like(vector, variable.leaves), strict=True):
         leaf.copy_(part)

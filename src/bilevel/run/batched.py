@@ -145,7 +145,7 @@ def _stacked_starts(group: Sequence[Run], place: torch.device | None) -> tuple[S
 
 def _stack(points: Sequence[Variable], runs: Runs) -> Stack:
     first = points[0]
-    for name, by_rows in zip(first.names, first.by_rows, strict=True):
+    for name, by_rows in zip(first.names, first.row_sparse, strict=True):
         if by_rows:
             raise UnbatchableError(f"{name} is moved row by row")
     for point in points:

@@ -42,7 +42,7 @@ from bilevel.run.solver import Solver
 from bilevel.stepping.adaptive import AdaptiveUpdate
 from bilevel.stepping.policy import Slopes, difference, slope_of
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, flat
+from bilevel.variables import Variable, flatten
 from bilevel.variables.state import Stateful, saved
 
 Reaction: TypeAlias = Literal["raise", "warn", "backtrack"]
@@ -582,7 +582,7 @@ def _power(slope: Slopes, y: Variable, shift: float = 0.0) -> float:
     """The curvature, with its sign, that is largest after that is subtracted; 0: there is none."""
     here = slope(y)
     vector = torch.randn(len(here), generator=torch.Generator().manual_seed(0)).to(here)
-    size = float(torch.linalg.vector_norm(flat(y.leaves).detach())) or math.sqrt(len(here))
+    size = float(torch.linalg.vector_norm(flatten(y.leaves).detach())) or math.sqrt(len(here))
     found = 0.0
     for _ in range(POWER_STEPS):
         vector /= vector.norm()

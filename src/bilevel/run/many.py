@@ -28,7 +28,7 @@ from bilevel.problem import Problem
 from bilevel.run.batched import Choices, Ending, Run, run_together, structure, why_broken
 from bilevel.run.minimize import Result, minimize
 from bilevel.run.solver import Sampling
-from bilevel.sampling import DirectionSize, move
+from bilevel.sampling import DirectionSize, to_device
 from bilevel.variables import Variable
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ def _moved(data: Any, place: torch.device | None) -> Any:
     """Tensors where they will be drawn from, so that the runs have them in common."""
     if place is None or not isinstance(data, Tensor | np.ndarray | tuple | Mapping):
         return data
-    return move(data, place)
+    return to_device(data, place)
 
 
 def _groups(runs: Sequence[Run], at_once: int | None) -> Iterator[list[Run]]:

@@ -41,7 +41,7 @@ from bilevel.run._version import __version__
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, read_any, write_any
 from bilevel.sampling import DirectionSize, Draw, NoData, PrivateRandomness, stream_of
-from bilevel.variables import Averaged, Variable, buffers_kept, part_of
+from bilevel.variables import Averaging, Variable, buffers_kept, local_part
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
 """What is raised by taking over a state of another structure."""
@@ -139,7 +139,7 @@ def start_at(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variable, Va
         raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
     for variable, name in ((x, "x0"), (y, "y0")):
         for path, leaf in zip(variable.names, variable.leaves, strict=True):
-            if not bool(torch.isfinite(part_of(leaf)).all()):
+            if not bool(torch.isfinite(local_part(leaf)).all()):
                 where = name + path.removeprefix(variable.name)
                 raise ArgumentError(f"{where} holds a number that is not finite")
     return x, y
@@ -159,7 +159,7 @@ class Solver:
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
             function: called with a ``torch.Generator``, it returns a batch. Several of these at
-            once: see :class:`bilevel.sampling.Together`.
+            once: see :class:`bilevel.sampling.CombinedData`.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
@@ -260,7 +260,7 @@ class Solver:
                 "upper_data": settings.length_of(upper_data),
                 "lower_data": settings.length_of(lower_data),
             }
-            wrapped = any(kind is not Averaged.HERE for v in (x, y) for kind in v.averaged)
+            wrapped = any(kind is not Averaging.BY_RUN for v in (x, y) for kind in v.averaging)
             self.team.check_shares(lengths, exact=wrapped and direction_batch_size == "all")
             for variable in (x, y):
                 self.team.start_alike(variable)

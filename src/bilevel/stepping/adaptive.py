@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bilevel.problem import Projection
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, dense
+from bilevel.variables import Variable, to_dense
 from bilevel.variables.state import saved
 
 GROWTH = 1.5
@@ -84,7 +84,7 @@ class AdaptiveUpdate(Update):
         n = self._numbers
         if n["rest"] > 0:
             return 0.0
-        grads = dense(self._variable.grads())
+        grads = to_dense(self._variable.grads())
         moved = torch._foreach_sub(self._variable.leaves, self._before)
         norms = torch.stack(torch._foreach_norm([*grads, *moved, *self._variable.leaves])).double()
         count = len(grads)

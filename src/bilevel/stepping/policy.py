@@ -38,9 +38,9 @@ from bilevel.variables import (
     buffers_kept,
     conjugate_gradients,
     differentiate,
-    flat,
-    held,
-    unflat,
+    flatten,
+    frozen,
+    unflatten_like,
 )
 from bilevel.variables.state import saved
 
@@ -241,7 +241,7 @@ class Curvature:
     def __init__(self, y: Variable, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         size = sum(leaf.numel() for leaf in y.leaves)
-        like = flat(y.leaves)
+        like = flatten(y.leaves)
         self.value = 0.0
         self._vector = torch.randn(size, generator=generator).to(like)
 
@@ -348,7 +348,7 @@ class Lookout:
         before, start = value(y), [leaf.clone() for leaf in y.leaves]
         for length in (1.0, 0.25, 0.0625):
             for leaf, origin, part, project in zip(
-                y.leaves, start, unflat(step, y.leaves), self._projections, strict=True
+                y.leaves, start, unflatten_like(step, y.leaves), self._projections, strict=True
             ):
                 moved = origin - length * part
                 leaf.copy_(moved if project is None else project(moved))
@@ -386,12 +386,12 @@ def slope_of(
 
     def slope(y: Variable) -> Tensor:
         rewind()
-        with torch.enable_grad(), held(x), buffers_kept(x, y):
+        with torch.enable_grad(), frozen(x), buffers_kept(x, y):
             for batch in sample:
                 value = objective(x, y, batch) / len(sample)
                 if value.requires_grad:
                     differentiate([value], y.leaves, y.wrappers)
-        return mean(flat(y.take_grads()))
+        return mean(flatten(y.take_grads()))
 
     return slope
 
@@ -428,14 +428,14 @@ def difference(slope: Slopes, y: Variable, here: Tensor, v: Tensor, scale: float
     if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
         step, factor = v * length, 1.0  # the length is no number of that type, the step is one
     start = [leaf.clone() for leaf in y.leaves]
-    torch._foreach_add_(y.leaves, unflat(step, y.leaves), alpha=factor)
+    torch._foreach_add_(y.leaves, unflatten_like(step, y.leaves), alpha=factor)
     there = slope(y)
     torch._foreach_copy_(y.leaves, start)
     return there.sub_(here).div_(length)
 
 
 def _size(y: Variable) -> float:
-    return float(torch.linalg.vector_norm(flat(y.leaves).detach()))
+    return float(torch.linalg.vector_norm(flatten(y.leaves).detach()))
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

@@ -17,7 +17,15 @@ from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, 
 from bilevel.problem import Projection, RowNumbers, RowWise
 from bilevel.stepping.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 from bilevel.stepping.shared_adamw import SharedAdamW
-from bilevel.variables import Variable, entries, every_row, is_sharded, part_of, placed_as, touched
+from bilevel.variables import (
+    Variable,
+    is_sharded,
+    local_part,
+    redistribute_like,
+    stored_values,
+    to_row_sparse,
+    touched_rows,
+)
 from bilevel.variables.state import saved
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer | LRScheduler]
@@ -224,18 +232,18 @@ class Update:
                 _skippable_step(self._optimizer, gain, bad)
             else:
                 if bad is not None:
-                    for values in entries(grads):
+                    for values in stored_values(grads):
                         values.masked_fill_(bad, 0.0)
                 if self._optimizer is None:
                     self._step(grads, -rate * gain)
                 else:
                     if gain != 1.0:
-                        torch._foreach_mul_(entries(grads), gain)
+                        torch._foreach_mul_(stored_values(grads), gain)
                     _optimizer_step(self._optimizer, self._variable, grads)
             if self._scheduler is not None:
                 self._scheduler.step()
         self._variable.clear_grads()
-        self._variable.reassemble()
+        self._variable.reshard()
         if self._projections:
             self.project(grads)
 
@@ -246,10 +254,10 @@ class Update:
         leaves, steps = [], []
         for leaf, grad in zip(self._variable.leaves, grads, strict=True):
             if grad.is_sparse:
-                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+                leaf.index_add_(0, touched_rows(grad), *stored_values([grad]), alpha=rate)
             else:
-                leaves.append(part_of(leaf))
-                steps.append(part_of(grad))
+                leaves.append(local_part(leaf))
+                steps.append(local_part(grad))
         if leaves:
             torch._foreach_add_(leaves, steps, alpha=rate)
 
@@ -257,7 +265,7 @@ class Update:
     def project(self, moved: Sequence[Tensor] | None = None) -> None:
         """Move back into the set; after a step along the gradients ``moved``, what it touched."""
         for index, leaf, project in self._projections:
-            if not self._variable.by_rows[index]:
+            if not self._variable.row_sparse[index]:
                 leaf.copy_(self._inside(project, leaf))
                 continue
             assert isinstance(project, RowWise), "every set was checked when it was chosen"
@@ -289,7 +297,7 @@ class Update:
         for leaf, numbers in self._by_leaf(state):
             for name, value in numbers.items():
                 if isinstance(value, Tensor) and value.shape == self._variable.leaves[leaf].shape:
-                    numbers[name] = self._variable.whole(leaf, value)
+                    numbers[name] = self._variable.to_global(leaf, value)
         if self._scheduler is not None:
             state["scheduler"] = saved(self._scheduler.state_dict())
         return state
@@ -318,10 +326,10 @@ class Update:
             for place, numbers in self._by_leaf(state):
                 leaf = self._variable.leaves[place]
                 for name, value in numbers.items():
-                    whole = self._variable.whole(place, leaf)
+                    whole = self._variable.to_global(place, leaf)
                     if isinstance(value, Tensor) and value.shape == whole.shape:
-                        placed = placed_as(value, whole)
-                        numbers[name] = placed if is_sharded(leaf) else part_of(placed)
+                        placed = redistribute_like(value, whole)
+                        numbers[name] = placed if is_sharded(leaf) else local_part(placed)
             self._optimizer.load_state_dict(state)
             _restore_types(self._optimizer, state)
         if self._scheduler is not None:
@@ -348,7 +356,7 @@ _BLOCK = 1 << 20  # rows of a table that are projected at a time where all of th
 def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
     """Where a step along the gradient moved the leaf (None: anywhere), in parts."""
     if gradient is not None and gradient.is_sparse:
-        yield touched(gradient)
+        yield touched_rows(gradient)
         return
     for start in range(0, len(leaf), _BLOCK):
         yield slice(start, min(start + _BLOCK, len(leaf)))
@@ -401,11 +409,11 @@ def _skippable_step(optimizer: Any, gain: float, bad: Tensor | None) -> None:
 def _optimizer_step(
     optimizer: torch.optim.Optimizer, variable: Variable, grads: Sequence[Tensor]
 ) -> None:
-    if not any(variable.by_rows):
+    if not any(variable.row_sparse):
         optimizer.step()
         return
     if isinstance(optimizer, torch.optim.SparseAdam):
-        variable.set_grads([g if g.is_sparse else every_row(g) for g in grads])
+        variable.set_grads([g if g.is_sparse else to_row_sparse(g) for g in grads])
     # torch warns of sparse tensors that are made without a word on whether to check them
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     with checks(checks.is_enabled()):
@@ -458,10 +466,10 @@ def _check_sparse(optimizer: torch.optim.Optimizer, variable: Variable) -> None:
         for base in type(optimizer).__mro__
         if base is SharedAdamW or base.__module__.startswith("torch.optim")
     )
-    if kind is torch.optim.Optimizer or not any(variable.by_rows):
+    if kind is torch.optim.Optimizer or not any(variable.row_sparse):
         return  # the user's own is trusted to know what it is given
     named = dict(zip(map(id, variable.leaves), variable.names, strict=True))
-    sparse = {id(leaf) for leaf, by in zip(variable.leaves, variable.by_rows, strict=True) if by}
+    sparse = {id(leaf) for leaf, by in zip(variable.leaves, variable.row_sparse, strict=True) if by}
     for group in optimizer.param_groups:
         options = [f"{name}={group[name]!r}" for name in _SPARSE.get(kind, ()) if group[name]]
         for leaf in group["params"]:

@@ -37,7 +37,7 @@ from bilevel.problem import Problem
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping.policy import Pace
 from bilevel.stepping.updates import Now
-from bilevel.variables import buffers_kept, held
+from bilevel.variables import buffers_kept, frozen
 
 OLDEST_TORCH = (2, 11)  # earlier ones do not trace torch.autograd.grad
 
@@ -64,7 +64,7 @@ def program_for(problem: Problem, method: Method[Any], state: State, draw: Draw)
         reason = "loss_scale decides after each evaluation whether to repeat it"
     elif draw.chunked and draw.direction_batch_size is None:
         reason = "chunk_size takes minibatches apart, which a compiled step takes whole"
-    elif any(any(variable.by_rows) for variable in (state.x, state.solution)):
+    elif any(any(variable.row_sparse) for variable in (state.x, state.solution)):
         reason = "the rows of a table are gathered and scattered by code of their own"
     elif tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         reason = f"torch is {torch.__version__}, and {'.'.join(map(str, OLDEST_TORCH))} is needed"
@@ -308,7 +308,7 @@ class Program:
 
     def _inner_step(self, step: int) -> Ready:
         samples = self._samples_of(step)
-        with held(self._state.x):
+        with frozen(self._state.x):
             return self._inner(samples)
 
     def _direction(self, measure: bool) -> Iterator[Ready]:
@@ -325,7 +325,7 @@ class Program:
         for samples in self._parts():
             if reported:
                 yield self._report(samples)
-            with held(*self._state.points):
+            with frozen(*self._state.points):
                 ready = traced(samples)
             yield ready
         if not self._one_part:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
-from bilevel.variables import is_sharded, row_parts
+from bilevel.variables import empty_row_sharded, is_sharded
 
 if TYPE_CHECKING:
     from bilevel.engine.ranks import Team
@@ -119,7 +119,7 @@ def read_any(path: Path, team: Team | None) -> dict[str, Any]:
 
     reader, text, divided = opened() if team is None else team.together(opened)
     tensors = {
-        name: row_parts(shape, dtype)
+        name: empty_row_sharded(shape, dtype)
         if team is not None and name in divided
         else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in reader.tensors.items()
