@@ -24,7 +24,7 @@ from bilevel.methods.soba import MASOBA, SOBA
 from bilevel.methods.sobo import SOBO
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.schedules import Power
-from bilevel.variables import Variable, conjugate_gradients, flat, substituted, unflat
+from bilevel.variables import Variable, conjugate_gradients, flatten, substituted, unflatten_like
 from tests.methods.common import OnceDifferentiable
 
 Array = npt.NDArray[np.float64]
@@ -604,6 +604,6 @@ def test_products_are_those_of_the_hessian() -> None:
 
 def test_flat_and_back() -> None:
     tensors = [torch.ones(2, 3), torch.zeros(()), torch.full((1,), 2.0, dtype=torch.bfloat16)]
-    back = unflat(flat(tensors), tensors)
+    back = unflatten_like(flatten(tensors), tensors)
     assert [t.dtype for t in back] == [t.dtype for t in tensors]
     assert all(map(torch.equal, back, tensors))

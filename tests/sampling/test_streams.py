@@ -28,7 +28,7 @@ from torch.utils.data import (
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
 from bilevel.problem import FORWARD, Weights, evaluate
-from bilevel.sampling import Draw, Indexed, Stream, Together, stream_of, take_rows
+from bilevel.sampling import CombinedData, Draw, Indexed, Stream, stream_of, take_rows
 from bilevel.variables import Variable
 
 ROWS = 10
@@ -776,7 +776,7 @@ def test_sharing_tames_the_noise_of_the_inner_steps_too() -> None:
 
 
 def test_data_of_several_kinds_come_together_and_go_on_where_they_were() -> None:
-    data = Together(
+    data = CombinedData(
         {
             "rows": torch.arange(20.0),
             "listed": [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])],
@@ -816,7 +816,7 @@ def test_data_of_several_kinds_come_together_and_go_on_where_they_were() -> None
 
 
 def test_two_parts_of_one_kind_are_drawn_independently() -> None:
-    parts = Together({name: torch.arange(1000.0) for name in "ab"})
+    parts = CombinedData({name: torch.arange(1000.0) for name in "ab"})
     options: dict[str, Any] = {"batch_size": 20, "direction_batch_size": None, "seed": 0}
     home = torch.device("cpu")
     batch = stream_of("lower_data", parts, device=None, home=home, **options).next()
@@ -827,7 +827,7 @@ def test_together_of_nothing_is_refused() -> None:
     with pytest.raises(ArgumentError, match="lower_data"):
         stream_of(
             "lower_data",
-            Together({}),
+            CombinedData({}),
             batch_size=None,
             direction_batch_size=None,
             seed=0,

@@ -26,7 +26,7 @@ from bilevel.errors import (
 )
 from bilevel.methods import METHODS
 from bilevel.problem import Ball, Box, Rows, Simplex
-from bilevel.variables import Total, Variable, added, joined
+from bilevel.variables import GradientSum, Variable, add_gradients, sum_gradients
 
 ROWS = 40
 GENERATOR = torch.Generator().manual_seed(0)
@@ -819,11 +819,11 @@ EVERY = torch.arange(5.0)
 )
 def test_parts_join_to_their_sum(parts: list[Tensor]) -> None:
     expected = torch.stack([part.to_dense() for part in parts]).sum(0)
-    total = Total()
+    total = GradientSum()
     for part in parts:
         total.add([part.clone(), torch.ones(2)])
     found, beside = total.gradients()
-    assert torch.equal(joined(parts).to_dense(), expected)
+    assert torch.equal(sum_gradients(parts).to_dense(), expected)
     assert torch.equal(found.to_dense(), expected)
     assert beside.tolist() == [len(parts)] * 2
     assert found.is_sparse == all(part.is_sparse for part in parts)
@@ -832,7 +832,7 @@ def test_parts_join_to_their_sum(parts: list[Tensor]) -> None:
 @pytest.mark.parametrize("mine", [FEW, EVERY])
 @pytest.mark.parametrize("others", [MORE, EVERY])
 def test_gradients_are_added_with_a_weight(mine: Tensor, others: Tensor) -> None:
-    (found,) = added([mine.clone()], [others], alpha=-2.0)
+    (found,) = add_gradients([mine.clone()], [others], alpha=-2.0)
     assert torch.equal(found.to_dense(), mine.to_dense() - 2 * others.to_dense())
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
-from bilevel.variables import Variable, buffers_kept, held, norm, require_finite
+from bilevel.variables import Variable, buffers_kept, frozen, global_norm, require_finite
 
 
 class Pair(NamedTuple):
@@ -167,7 +167,7 @@ def test_frozen_parameters_are_shared_and_stay_frozen() -> None:
     assert copied.value.bias is not module.bias
     copied.requires_grad_(True)
     assert not module.weight.requires_grad
-    with held(copied):
+    with frozen(copied):
         pass
     assert not copied.value.weight.requires_grad
 
@@ -339,7 +339,7 @@ def test_held_makes_constants_and_undoes_it_even_after_an_error() -> None:
     first, second = Variable.copy_of(ones(2), "x"), Variable.copy_of([ones(1)], "y")
 
     def fail() -> None:
-        with held(first, second):
+        with frozen(first, second):
             assert not any(leaf.requires_grad for leaf in first.leaves + second.leaves)
             raise RuntimeError
 
@@ -509,4 +509,4 @@ def test_gradients_that_are_not_finite_are_named_by_leaf() -> None:
 
 
 def test_the_norm_is_over_all_entries() -> None:
-    assert norm([torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]).item() == 5
+    assert global_norm([torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]).item() == 5

@@ -46,7 +46,7 @@ def _why_not_compiled(
         return "loss_scale decides after each evaluation whether to repeat it"
     if draw.chunked and draw.direction_batch_size is None:
         return "chunk_size takes minibatches apart, which a compiled step takes whole"
-    if any(any(variable.by_rows) for variable in state.variables()):
+    if any(any(variable.row_sparse) for variable in state.variables()):
         return "the rows of a table are gathered and scattered by code of their own"
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))

@@ -22,11 +22,11 @@ from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import GivenSizes, Update
 from bilevel.variables import (
     Variable,
-    added,
+    add_gradients,
     buffers_kept,
+    cast_large_gradients,
     differentiate,
-    held,
-    reduced,
+    frozen,
     require_finite,
 )
 
@@ -115,7 +115,7 @@ class EagerEvaluator(Evaluator):
     def direction(self, phi: Phi, descent: Descent | None = None) -> Descent | None:
         nodes, shared = phi.stencil.nodes, phi.shared
         if descent is None:
-            with held(*phi.points), buffers_kept(phi.x, *phi.points):
+            with frozen(*phi.points), buffers_kept(phi.x, *phi.points):
                 self._add_direction(phi, self.draw.direction(nodes, shared))
             return None
         if not self._moves_one_by_one(phi):
@@ -332,7 +332,7 @@ class EagerEvaluator(Evaluator):
                 continue
             if kept is not None:
                 with torch.no_grad():
-                    term.y.set_grads(added(term.y.grads(), kept))
+                    term.y.set_grads(add_gradients(term.y.grads(), kept))
                 kept = None
             if done is not None:
                 done(term.y)
@@ -343,7 +343,7 @@ class EagerEvaluator(Evaluator):
         if not any(leaf.requires_grad for leaf in point.leaves):
             return None
         grads, dtype = point.take_grads(), self._execution.accumulate
-        return reduced(grads, dtype) if isinstance(dtype, torch.dtype) else grads
+        return cast_large_gradients(grads, dtype) if isinstance(dtype, torch.dtype) else grads
 
     def _mover(self, descent: Descent, *, read: bool) -> Callable[[Variable], None]:
         """What moves one copy of a descent, given the copy."""

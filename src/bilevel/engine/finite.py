@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilevel.errors import NonFiniteError
 from bilevel.problem import Number
-from bilevel.variables import Variable, entries, largest_entries, longest_step, require_finite
+from bilevel.variables import Variable, largest_entries, longest_step, require_finite, stored_values
 
 
 class FiniteCheck:
@@ -65,7 +65,7 @@ class FiniteCheck:
         The step must not overflow either. On several ranks gradients become their means, unless
         they are ``averaged`` already.
         """
-        by_variable = [entries(variable.grads()) for variable, _ in moves]
+        by_variable = [stored_values(variable.grads()) for variable, _ in moves]
         if not self._at_once:
             pairs = zip(moves, by_variable, strict=True)
             self.steps([(v, v.gradient_names, grads, rate) for (v, rate), grads in pairs])
@@ -84,7 +84,7 @@ class FiniteCheck:
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
         """Check sums of gradients that are not on the leaves; on ranks, replace them by means."""
         for variable, tensors in parts:
-            grads = entries(tensors)
+            grads = stored_values(tensors)
             if self._at_once:
                 require_finite(self._step, variable.gradient_names, grads)
             else:
@@ -96,7 +96,7 @@ class FiniteCheck:
 
     def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
         """The Euclidean norm of gradients, with those parts that other ranks hold."""
-        return variable.norm(grads)
+        return variable.gradient_norm(grads)
 
     def steps(self, parts: Sequence[tuple[Variable, list[str], list[Tensor], Number]]) -> None:
         """Note the gradients of variables, and the steps of given lengths along them.

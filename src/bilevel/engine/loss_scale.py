@@ -11,7 +11,7 @@ import torch
 from bilevel.errors import ArgumentError, StateError
 from bilevel.errors.checks import check_count, checked_number
 from bilevel.sampling import Rewind
-from bilevel.variables import Variable, added, entries, largest_entries
+from bilevel.variables import Variable, add_gradients, largest_entries, stored_values
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Scaling:
         rewind = Rewind(variables[0].device)
         while True:
             result = attempt(self.scale)
-            grads = [grad for v in moved for grad in entries(v.grads())]
+            grads = [grad for v in moved for grad in stored_values(v.grads())]
             torch._foreach_mul_(grads, 1 / self.scale)
             if self._accepted(grads):
                 break
@@ -102,7 +102,7 @@ class Scaling:
         with torch.no_grad():
             for v, others in zip(moved, before, strict=True):
                 if others is not None:
-                    v.set_grads(added(v.grads(), others))
+                    v.set_grads(add_gradients(v.grads(), others))
         return result
 
     def _accepted(self, grads: list[torch.Tensor]) -> bool:

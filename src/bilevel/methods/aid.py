@@ -17,7 +17,7 @@ from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, 
 from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes
-from bilevel.variables import Variable, conjugate_gradients, flat
+from bilevel.variables import Variable, conjugate_gradients, flatten
 
 
 @dataclass
@@ -98,7 +98,7 @@ class AID(ImplicitMethod[AIDState]):
         check_flag("warm_start", self.warm_start)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> AIDState:
-        adjoint = torch.zeros_like(flat(y.leaves), requires_grad=False)
+        adjoint = torch.zeros_like(flatten(y.leaves), requires_grad=False)
         return AIDState(**one_copy(self, problem, x, y), adjoint=adjoint)
 
     def _adjoint(

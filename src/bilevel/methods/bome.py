@@ -23,7 +23,7 @@ from bilevel.methods.vpbgd import GapState
 from bilevel.problem import FORWARD, LOWER, Level, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Rate, Schedule, StepSizes, Update, as_schedule, positive_at
-from bilevel.variables import Total, Variable, added, buffers_kept, held
+from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class BOME(DescentMethod[GapState]):
         phi = Phi(FORWARD, x, [y, z], 1.0, self.coupling == "shared")
         grad_f, grad_q, gap = self._gradients(evaluator, phi)
         lam = self._multiplier(grad_f, grad_q, gap)
-        direction = added(grad_f, grad_q, alpha=lam)
+        direction = add_gradients(grad_f, grad_q, alpha=lam)
         x.set_grads(direction[: len(x.leaves)])
         y.set_grads(direction[len(x.leaves) :])
         return evaluator.finish(
@@ -152,8 +152,8 @@ class BOME(DescentMethod[GapState]):
     ) -> tuple[list[Tensor], list[Tensor], float]:
         """The gradients of f and of q in x and y together, and q; z is held fixed."""
         x, (y, z) = phi.x, phi.points
-        totals, gap = (Total(), Total()), 0.0
-        with held(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
+        totals, gap = (GradientSum(), GradientSum()), 0.0
+        with frozen(z), buffers_kept(x, z):  # the evaluation is a step of y: its buffers move
             for samples in evaluator.draw.direction(phi.stencil.nodes, phi.shared):
                 evaluation = evaluator.evaluate(phi, samples)
                 for total, weights in zip(totals, ((1.0, None), (None, 1.0)), strict=True):

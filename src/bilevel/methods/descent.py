@@ -111,7 +111,7 @@ class DescentMethod(Method[S]):
         return -(-REFERENCE_INNER_STEPS // getattr(self, "inner_steps", 1))
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
-        tables = [name for name, by_rows in zip(x.names, x.by_rows, strict=True) if by_rows]
+        tables = [name for name, by_rows in zip(x.names, x.row_sparse, strict=True) if by_rows]
         if tables and self.rates.upper is None and not draw.sweeps:
             raise ArgumentError(
                 f"upper_lr='auto' compares each direction of x with the one before, but of "

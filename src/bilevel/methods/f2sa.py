@@ -21,7 +21,7 @@ from bilevel.methods.state import Info, State
 from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil, central
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes, Update, updates_of_copies
-from bilevel.variables import Variable, held
+from bilevel.variables import Variable, frozen
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -52,7 +52,7 @@ class F2SAState(State):
     def contract_copies(self, share: float) -> None:
         for point in self.points:
             if point is not self.solution:
-                point.approach(self.solution, share)
+                point.contract_towards(self.solution, share)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class F2SA(PaperMethod[F2SAState]):
         phi = Phi(self.stencil, state.x, state.points, sizes.multiplier, self.shared)
         gamma = state.y_updates[0].choose(sizes.lower)
         descent = self._descent(phi, state, gamma, sizes.penalty)
-        with held(state.x):
+        with frozen(state.x):
             for _ in range(self.inner_steps - self.single_pass):
                 evaluator.descend(descent)
         remaining = evaluator.direction(phi, descent if self.single_pass else None)

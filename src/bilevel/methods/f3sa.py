@@ -32,7 +32,7 @@ from bilevel.stepping import (
     positive_at,
     updates_of_copies,
 )
-from bilevel.variables import Variable, added, buffers_kept, dense, entries, held
+from bilevel.variables import Variable, add_gradients, buffers_kept, frozen, stored_values, to_dense
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
@@ -74,7 +74,7 @@ class F3SAState(State):
         return self.y
 
     def contract_copies(self, share: float) -> None:
-        self.y.approach(self.z, share)
+        self.y.contract_towards(self.z, share)
         self.reset_estimators()
 
     def reset_estimators(self) -> None:
@@ -228,7 +228,7 @@ class F3SA(PaperMethod[F3SAState]):
         x, points = state.x, [*now.points, *before.points]
         fresh = _zeros(x, len(state.x_estimates))
         stale = _zeros(x, len(state.x_estimates)) if eta < 1 else None
-        with held(*points), buffers_kept(x, before.x, *points):
+        with frozen(*points), buffers_kept(x, before.x, *points):
             for samples in evaluator.draw.direction(now.stencil.nodes, shared=True):
                 rewind = Rewind(x.device)
                 evaluation = evaluator.evaluate(now, samples, rewind)
@@ -258,7 +258,7 @@ class F3SA(PaperMethod[F3SAState]):
         """The estimate of the gradient of f + lam * g."""
         if self.recursion == "separate":
             f, g = estimates
-            return added([h.clone() for h in f], g, alpha=lam)
+            return add_gradients([h.clone() for h in f], g, alpha=lam)
         return [h.clone() for h in estimates[0]]
 
     def _lower_gradients(
@@ -267,15 +267,15 @@ class F3SA(PaperMethod[F3SAState]):
         """For y the gradient of each term, then for z that of g."""
         y, z = phi.points
         gradients = []
-        with held(phi.x):
+        with frozen(phi.x):
             evaluation = evaluator.evaluate(phi, samples, rewind)
             for upper, lower in self._weights(phi):
                 evaluator.backward(evaluation, upper, lower)
-                gradients.append(dense(y.take_grads()))
+                gradients.append(to_dense(y.take_grads()))
         # in Phi, z has the weight -1 or -lam; its estimator is of grad g itself
         weight = -1.0 if self.recursion == "separate" else -phi.multiplier
-        gradients.append(dense(z.take_grads()))
-        torch._foreach_div_(entries(gradients[-1]), weight)
+        gradients.append(to_dense(z.take_grads()))
+        torch._foreach_div_(stored_values(gradients[-1]), weight)
         return gradients
 
     def _add_gradients(
@@ -321,13 +321,13 @@ class F3SA(PaperMethod[F3SAState]):
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:
     """H <- fresh + (1 - eta) * (h - stale), in place; without ``stale`` the past has no weight."""
     for index, (whole, new) in enumerate(zip(estimates, fresh, strict=True)):
-        h = entries(whole)
+        h = stored_values(whole)
         if stale is None:
-            torch._foreach_copy_(h, entries(new))
+            torch._foreach_copy_(h, stored_values(new))
         else:
-            torch._foreach_sub_(h, entries(stale[index]))
+            torch._foreach_sub_(h, stored_values(stale[index]))
             torch._foreach_mul_(h, 1 - eta)
-            torch._foreach_add_(h, entries(new))
+            torch._foreach_add_(h, stored_values(new))
 
 
 def _zeros(variable: Variable, count: int) -> Gradients:

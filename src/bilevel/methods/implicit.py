@@ -32,7 +32,7 @@ from bilevel.methods.state import Info, State
 from bilevel.problem import Level, Problem, Term
 from bilevel.sampling import Sample
 from bilevel.stepping import StepSizes, Update
-from bilevel.variables import Variable, buffers_kept, dense, flat, held
+from bilevel.variables import Variable, buffers_kept, flatten, frozen, to_dense
 
 _NO_DERIVATIVE = ("is not implemented", "once_differentiable", "ouble backward")
 """What torch says when a backward pass has no backward pass of its own."""
@@ -67,7 +67,7 @@ class Slope:
         # with a seed that requires a gradient every such function leaves its mark
         seed = torch.ones_like(value, requires_grad=check)
         with _refused(user):
-            vector = flat(gradient(value, at, weights=seed, create_graph=True))
+            vector = flatten(gradient(value, at, weights=seed, create_graph=True))
         if not (_differentiable(vector, at) if check else vector.requires_grad):
             raise ObjectiveError(_refusal(user))
         return cls(vector, at, user)
@@ -75,7 +75,7 @@ class Slope:
     def hessian_product(self, v: Tensor) -> Tensor:
         """grad^2_yy g v; may be asked for again and again."""
         with _refused(self.user):
-            return flat(gradient(self.vector, self.at, weights=v, retain_graph=True))
+            return flatten(gradient(self.vector, self.at, weights=v, retain_graph=True))
 
     def mixed_product(self, v: Tensor, x: Variable) -> list[Tensor]:
         """grad^2_xy g v, for each leaf of x; the last product that is asked for."""
@@ -113,7 +113,9 @@ def gradient(
         retain_graph=retain_graph,
         allow_unused=True,
     )
-    return dense([torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)])
+    return to_dense(
+        [torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)]
+    )
 
 
 @dataclass
@@ -163,7 +165,7 @@ class ImplicitMethod(DescentMethod[S]):
         train(evaluator, x, state.y_update, gamma, self.inner_steps)
         with buffers_kept(x, y):
             f_y = leave_upper_gradient(evaluator, state)
-            with held(x):
+            with frozen(x):
                 adjoint = self._adjoint(evaluator, state, f_y, sizes)
                 evaluator.require_finite(["the adjoint v"], [adjoint])
             for slope in lower_slopes(evaluator, state, user):
@@ -193,8 +195,8 @@ def leave_upper_gradient(evaluator: Evaluator, state: OneCopyState) -> Tensor:
             value.backward(inputs=[*x.leaves, *y.leaves])  # type: ignore[no-untyped-call]
         evaluator.report(Sample(batch, None, share, 0.0), [(term, value.detach())])
     f_y = y.take_grads()
-    evaluator.require_finite(y.gradient_names, dense(f_y))
-    return flat(f_y)
+    evaluator.require_finite(y.gradient_names, to_dense(f_y))
+    return flatten(f_y)
 
 
 def lower_slopes(evaluator: Evaluator, state: OneCopyState, user: str) -> Iterator[Slope]:

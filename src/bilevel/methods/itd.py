@@ -26,7 +26,7 @@ from bilevel.methods.state import Info
 from bilevel.problem import LOWER, Level, Number, Objective, Problem, Term
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping import StepSizes
-from bilevel.variables import Variable, buffers_copied, buffers_kept, substituted, unflat
+from bilevel.variables import Variable, buffers_copied, buffers_kept, substituted, unflatten_like
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ITD(DescentMethod[OneCopyState]):
         with buffers_kept(x, y):
             f_y = leave_upper_gradient(evaluator, state)
             evaluator.report(Sample(None, last_batch, 0.0, 1.0))
-            pull_back(unrolled, unflat(f_y, unrolled), x, user=type(self).__name__)
+            pull_back(unrolled, unflatten_like(f_y, unrolled), x, user=type(self).__name__)
         return evaluator.finish(state, upper_lr=sizes.upper, lower_lr=sizes.lower)
 
     def _unroll(
@@ -125,7 +125,7 @@ class ITD(DescentMethod[OneCopyState]):
                 value = evaluator.g(x, y, batch)
                 evaluator.require_finite([name], [value])
                 slope = Slope.of(value, now, type(self).__name__, check=state.k == 0 and t == 0)
-            slopes = unflat(slope.vector, now)
+            slopes = unflatten_like(slope.vector, now)
             evaluator.require_finite(y.gradient_names, [s.detach() for s in slopes])
             moved = [point - gamma * s for point, s in zip(now, slopes, strict=True)]
             now = [

@@ -19,7 +19,7 @@ from bilevel.methods.vpbgd import GapState, gap_gradients
 from bilevel.problem import FORWARD, LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Power, Rate, StepSizes, Update
-from bilevel.variables import Variable, added, held
+from bilevel.variables import Variable, add_gradients, frozen
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
 """c_k = c0 * (k + 1)^p with c0 = 10 and p = 1/4."""
@@ -111,7 +111,7 @@ class MEHA(PenaltyMethod[GapState]):
         c, gamma = sizes.multiplier, state.z_update.choose(sizes.lower)
 
         envelope = Phi(LOWER, x, [theta], 1.0, shared=False)
-        with held(x):
+        with frozen(x):
             samples = evaluator.draw.inner(LOWER.nodes, envelope.shared)
             evaluator.backward(evaluator.evaluate(envelope, samples), None, 1.0)
         self._add_pull(theta, y, 1.0)
@@ -133,7 +133,7 @@ class MEHA(PenaltyMethod[GapState]):
     def _add_pull(self, of: Variable, towards: Variable, weight: Number) -> None:
         """Add weight * (of - towards) / gam to the gradients of ``of``."""
         difference = torch._foreach_sub(of.leaves, towards.leaves)
-        of.set_grads(added(of.grads(), difference, alpha=float(weight) / self.proximal))
+        of.set_grads(add_gradients(of.grads(), difference, alpha=float(weight) / self.proximal))
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """One step of theta on the envelope, then one joint step of x and y."""

@@ -31,14 +31,14 @@ from bilevel.stepping import (
     Update,
     rate_or_optimizer,
 )
-from bilevel.variables import Variable, held
+from bilevel.variables import Variable
 
 
 def train(evaluator: Evaluator, x: Variable, update: Update, rate: Number, steps: int) -> None:
     """Gradient steps of one copy on g(x, .), each on a sample of its own."""
     phi = Phi(LOWER, x, [update.variable], 1.0, shared=False)
     descent = Descent(phi, [Move(update, rate)])
-    with held(x):
+    with frozen(x):
         for _ in range(steps):
             evaluator.descend(descent)
 

@@ -27,7 +27,7 @@ from bilevel.methods.state import Info
 from bilevel.problem import LOWER, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
-from bilevel.variables import Variable, buffers_kept, flat, unflat
+from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
 
 @dataclass
@@ -113,7 +113,7 @@ class SOBA(DescentMethod[SOBAState]):
         return super()._needs_lower or (self.lower_optimizer is not None and self.rho is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
-        adjoint = torch.zeros_like(flat(y.leaves), requires_grad=False)
+        adjoint = torch.zeros_like(flatten(y.leaves), requires_grad=False)
         return SOBAState(**one_copy(self, problem, x, y), adjoint=adjoint, average=[])
 
     def step(self, evaluator: Evaluator, state: SOBAState, sizes: StepSizes) -> Info:
@@ -128,12 +128,12 @@ class SOBA(DescentMethod[SOBAState]):
         for slope in lower_slopes(evaluator, state, type(self).__name__):
             g_y += slope.vector.detach()
             slope.backward(-state.adjoint, x, y)
-        adjoint = state.adjoint + rho * (flat(y.take_grads()) + f_y)
+        adjoint = state.adjoint + rho * (flatten(y.take_grads()) + f_y)
         evaluator.require_finite(["the adjoint v"], [adjoint])
         evaluator.require_finite(x.gradient_names, x.grads())
 
         self._smooth(state)
-        y.set_grads(unflat(g_y, y.leaves))
+        y.set_grads(unflatten_like(g_y, y.leaves))
         step_of_y = Descent(Phi(LOWER, x, [y], 1.0), [Move(state.y_update, gamma)])
         info = evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma, also=step_of_y)
         state.adjoint.copy_(adjoint)

@@ -20,7 +20,7 @@ from bilevel.methods.state import Info, State
 from bilevel.problem import FORWARD, LOWER, Objective, Phi, Problem, Stencil
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes, Update
-from bilevel.variables import Variable, buffers_kept, held
+from bilevel.variables import Variable, buffers_kept, frozen
 
 
 @dataclass
@@ -47,7 +47,7 @@ class GapState(State):
         return self.y
 
     def contract_copies(self, share: float) -> None:
-        self.y.approach(self.z, share)
+        self.y.contract_towards(self.z, share)
 
 
 def gap_gradients(evaluator: Evaluator, phi: Phi) -> None:
@@ -57,7 +57,7 @@ def gap_gradients(evaluator: Evaluator, phi: Phi) -> None:
     move with it, and only these.
     """
     _, z = phi.points
-    with held(z), buffers_kept(phi.x, z):
+    with frozen(z), buffers_kept(phi.x, z):
         for samples in evaluator.draw.direction(phi.stencil.nodes, phi.shared):
             evaluation = evaluator.evaluate(phi, samples)
             evaluator.backward(evaluation, 1.0, phi.multiplier)

@@ -16,7 +16,7 @@ from bilevel.mixing.tokens import LanguageModelLoss, TokenBatch, check_batch
 from bilevel.problem import Problem
 from bilevel.run import Callback, CheckpointLike, Solver, minimize
 from bilevel.run.loggers import Logger
-from bilevel.sampling import Together
+from bilevel.sampling import CombinedData
 
 
 class DataMixer:
@@ -137,8 +137,8 @@ class DataMixer:
             self.model,
             method=self.method,
             steps=steps,
-            upper_data=Together({"target": self.target}, str, prepared),
-            lower_data=Together(self.sources, lambda name: f"sources[{name!r}]", prepared),
+            upper_data=CombinedData({"target": self.target}, str, prepared),
+            lower_data=CombinedData(self.sources, lambda name: f"sources[{name!r}]", prepared),
             seed=self.seed,
             progress=progress,
             callback=recorder,

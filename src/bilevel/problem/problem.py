@@ -11,7 +11,7 @@ from torch import Tensor
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
-from bilevel.variables import Variable, buffers_kept, held, is_sharded
+from bilevel.variables import Variable, buffers_kept, frozen, is_sharded
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``objective(x, y, batch) -> scalar tensor``; batch is None where there is no data."""
@@ -110,7 +110,7 @@ def check_objectives(
     """Evaluate the objectives and raise unless they are scalar functions of x and y."""
     levels = (("upper", problem.f, upper_batch), ("lower", problem.g, lower_batch))
     with torch.enable_grad(), buffers_kept(x, y):
-        with held(x):
+        with frozen(x):
             for name, objective, batch in levels:  # one graph at a time: they may be large
                 try:
                     value = objective(x, y, batch)
@@ -128,7 +128,7 @@ def check_objectives(
                         f"item(), no_grad() or an unused y"
                     )
                 del value
-        with held(y):
+        with frozen(y):
             if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
                 raise ObjectiveError(
                     "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "

@@ -184,7 +184,7 @@ def projections(variable: Variable, argument: str, wanted: Any) -> list[Projecti
     _collect(variable.value, wanted, argument, found)
     wished = [found.get(id(leaf)) for leaf in variable.leaves]
     for project, path, leaf, by_rows in zip(
-        wished, variable.names, variable.leaves, variable.by_rows, strict=True
+        wished, variable.names, variable.leaves, variable.row_sparse, strict=True
     ):
         if by_rows and project is not None and not _row_wise(project, leaf.shape):
             raise ArgumentTypeError(

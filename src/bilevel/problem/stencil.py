@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from bilevel.variables import Variable, added
+from bilevel.variables import Variable, add_gradients
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Stencil:
                 target.zero_()
                 for part, share in zip(parts, self.centre, strict=True):
                     target.add_(part, alpha=share)
-        centre.reassemble()
+        centre.reshard()
 
     def spread(self, points: Sequence[Variable]) -> None:
         """Pass the gradient at the centre on to the copies that it is made of."""
@@ -80,7 +80,7 @@ class Stencil:
             return
         gradient = points[-1].take_grads()
         for copy, share in zip(points, self.centre, strict=False):
-            copy.set_grads(added(copy.grads(), gradient, alpha=share))
+            copy.set_grads(add_gradients(copy.grads(), gradient, alpha=share))
 
 
 FORWARD = Stencil(upper=(1.0, 0.0), lower=(1.0, -1.0), centre=(0.0, 1.0))

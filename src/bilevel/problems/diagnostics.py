@@ -21,7 +21,7 @@ from bilevel.problems.exact import implicit_gradient, solve_lower, upper_slope
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.sampling import Draw, NoData, Sample
-from bilevel.variables import Variable, dense, flat, held
+from bilevel.variables import Variable, flatten, frozen, to_dense
 
 
 def hypergradient(
@@ -131,7 +131,7 @@ def check_hypergradient(
         exact = implicit_gradient(problem, at_x, at_y, sample)
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
         direction = _stencil_direction(problem, stencil, lam, at_x, points, sample)
-    truth, found = flat(exact), flat(direction)
+    truth, found = flatten(exact), flatten(direction)
     return HypergradientCheck(
         exact=at_x.structured(exact),
         direction=at_x.structured(direction),
@@ -231,11 +231,11 @@ def _solved_points(
     points = stencil.points(y.clone())
     for _ in range(100 if stencil.f_at_centre else 1):
         tilt = upper_slope(problem, x, points[-1], sample) if stencil.f_at_centre else None
-        before = flat(points[0].leaves).detach().clone()
+        before = flatten(points[0].leaves).detach().clone()
         for copy, strength in zip(points, stencil.strengths, strict=False):
             solve_lower(problem, x, copy, sample, strength / lam, tilt)
         stencil.recentre(points)
-        moved = (flat(points[0].leaves).detach() - before).norm()
+        moved = (flatten(points[0].leaves).detach() - before).norm()
         if moved <= 100 * torch.finfo(before.dtype).eps * before.norm():
             break
     return points
@@ -251,7 +251,7 @@ def _stencil_direction(
 ) -> list[Tensor]:
     """The x direction that a method with this stencil takes at these points."""
     evaluator = EagerEvaluator(problem, Draw(NoData(), NoData()))
-    with held(*points):
+    with frozen(*points):
         found = evaluator.evaluate(Phi(stencil, x, points, lam), [sample] * len(points))
         evaluator.backward(found, 1.0, lam)
-    return dense(x.take_grads())
+    return to_dense(x.take_grads())

@@ -15,7 +15,7 @@ from bilevel.errors import NotConvergedError
 from bilevel.methods.implicit import Slope, gradient
 from bilevel.problem import Problem
 from bilevel.sampling import Sample
-from bilevel.variables import Variable, conjugate_gradients, flat, held, unflat
+from bilevel.variables import Variable, conjugate_gradients, flatten, frozen, unflatten_like
 
 NEWTON_STEPS = 100
 
@@ -24,7 +24,7 @@ def implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample
     """grad_x f - grad^2_xy g [grad^2_yy g]^-1 grad_y f at (x, y), one tensor for each leaf of x."""
     f = problem.f(x, y, sample.upper)
     f_x = gradient(f, x.leaves, retain_graph=True)
-    f_y = flat(gradient(f, y.leaves))
+    f_y = flatten(gradient(f, y.leaves))
     g_y = _twice_differentiable(problem.g(x, y, sample.lower), y.leaves)
     adjoint = conjugate_gradients(g_y.hessian_product, f_y)
     if f_y.any():
@@ -40,8 +40,8 @@ def implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample
 
 def upper_slope(problem: Problem, x: Variable, y: Variable, sample: Sample) -> Tensor:
     """grad_y f(x, y) as one vector."""
-    with held(x):
-        return flat(gradient(problem.f(x, y, sample.upper), y.leaves)).detach()
+    with frozen(x):
+        return flatten(gradient(problem.f(x, y, sample.upper), y.leaves)).detach()
 
 
 def solve_lower(
@@ -60,10 +60,10 @@ def solve_lower(
     def objective() -> Tensor:
         value = problem.g(x, y, sample.lower)
         if tilt is not None:
-            return value + strength * (tilt @ flat(y.leaves))
+            return value + strength * (tilt @ flatten(y.leaves))
         return value + strength * problem.f(x, y, sample.upper) if strength else value
 
-    with held(x):
+    with frozen(x):
         _newton(objective, y)
 
 
@@ -100,7 +100,7 @@ def _line_search(
     objective: Callable[[], Tensor], y: Variable, step: Tensor, value: float, decrease: float
 ) -> bool:
     """Move y against ``step``, halved until the objective decreases; False if it does not."""
-    start = flat(y.leaves).clone()
+    start = flatten(y.leaves).clone()
     slack = 4 * torch.finfo(start.dtype).eps * abs(value)
     for halvings in range(40):
         length = 0.5**halvings
@@ -112,7 +112,7 @@ def _line_search(
 
 
 def _write(variable: Variable, vector: Tensor) -> None:
-    for leaf, part in zip(variable.leaves, unflat(vector, variable.leaves), strict=True):
+    for leaf, part in zip(variable.leaves, unflatten_like(vector, variable.leaves), strict=True):
         leaf.copy_(part)
 
 

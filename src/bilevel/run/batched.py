@@ -160,7 +160,7 @@ def _stacked_starts(
 
 def _stack(points: Sequence[Variable], runs: Runs) -> StackedVariable:
     first = points[0]
-    for name, by_rows in zip(first.names, first.by_rows, strict=True):
+    for name, by_rows in zip(first.names, first.row_sparse, strict=True):
         if by_rows:
             raise UnbatchableError(f"{name} is moved row by row")
     for point in points:

@@ -39,7 +39,7 @@ from bilevel.run.batched import Choices, Ending, Run, run_together, structure, w
 from bilevel.run.minimize import minimize
 from bilevel.run.results import Results
 from bilevel.run.setup import Sampling
-from bilevel.sampling import DirectionSize, move
+from bilevel.sampling import DirectionSize, to_device
 
 if TYPE_CHECKING:
     pass
@@ -212,7 +212,7 @@ def _moved(data: Any, place: torch.device | None) -> Any:
     """Tensors where they will be drawn from, so that the runs have them in common."""
     if place is None or not isinstance(data, Tensor | np.ndarray | tuple | Mapping):
         return data
-    return move(data, place)
+    return to_device(data, place)
 
 
 def _groups(runs: Sequence[Run], at_once: int | None) -> Iterator[list[Run]]:

@@ -19,14 +19,14 @@ from bilevel.methods import Method, method_of
 from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
 from bilevel.sampling import (
+    CombinedData,
     DirectionSize,
     Draw,
     NoData,
     PrivateRandomness,
-    Together,
     stream_of,
 )
-from bilevel.variables import Averaged, Variable, part_of
+from bilevel.variables import Averaging, Variable, local_part
 
 LEVELS = ("upper_data", "lower_data")
 SIZES = ("batch_size", "direction_batch_size", "chunk_size")
@@ -120,7 +120,7 @@ class Sampling:
 
 
 def _is_one_pass(data: Any) -> bool:
-    parts = data.data.values() if isinstance(data, Together) else [data]
+    parts = data.data.values() if isinstance(data, CombinedData) else [data]
     return any(isinstance(part, Iterator) for part in parts)
 
 
@@ -132,7 +132,7 @@ def starting_point(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variab
         raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
     for variable, name in ((x, "x0"), (y, "y0")):
         for path, leaf in zip(variable.names, variable.leaves, strict=True):
-            if not bool(torch.isfinite(part_of(leaf)).all()):
+            if not bool(torch.isfinite(local_part(leaf)).all()):
                 where = name + path.removeprefix(variable.name)
                 raise ArgumentError(f"{where} holds a number that is not finite")
     return x, y
@@ -217,7 +217,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
 def agree_on_ranks(ranks: Ranks, made: Prepared, all_settings: dict[str, Any]) -> None:
     """Raise on every rank unless all solve one problem; start all at the first rank's numbers."""
     ranks.require_same(all_settings, settings.differences)
-    wrapped = any(kind is not Averaged.HERE for v in (made.x, made.y) for kind in v.averaged)
+    wrapped = any(kind is not Averaging.BY_RUN for v in (made.x, made.y) for kind in v.averaging)
     exact = wrapped and made.sampling.direction_batch_size == "all"
     ranks.check_shares(made.sampling.lengths(), exact=exact)
     for variable in (made.x, made.y):

@@ -19,7 +19,7 @@ from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
 from bilevel.sampling import DirectionSize
-from bilevel.variables import Variable, part_of
+from bilevel.variables import Variable, local_part
 
 
 class Solver(Resumable):
@@ -36,7 +36,7 @@ class Solver(Resumable):
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
             function: called with a ``torch.Generator``, it returns a batch. Several of these at
-            once: see :class:`bilevel.sampling.Together`.
+            once: see :class:`bilevel.sampling.CombinedData`.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
@@ -209,7 +209,7 @@ class Solver(Resumable):
         other = self.state.x.clone()
         other.load_state_dict(saved)
         pairs = zip(self.state.x.leaves, other.leaves, strict=True)
-        return all(torch.equal(part_of(a), part_of(b)) for a, b in pairs)
+        return all(torch.equal(local_part(a), local_part(b)) for a, b in pairs)
 
     def assume_unchanged(self) -> AbstractContextManager[None]:
         """For a loop in which only the steps themselves change what the objectives use.

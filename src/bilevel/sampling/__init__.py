@@ -1,31 +1,31 @@
 """On which data: streams of minibatches, seeded and resumable, and the draws made from them."""
 
+from bilevel.sampling.combined import CombinedData
 from bilevel.sampling.draw import Draw, Nodes, Sample
-from bilevel.sampling.indexed import Indexed, Numbers, Rows
+from bilevel.sampling.indexed import Indexed, StackedIndices, TensorRows
 from bilevel.sampling.iterated import Iterated
-from bilevel.sampling.joint import Together
 from bilevel.sampling.make import stream_of
 from bilevel.sampling.randomness import PrivateRandomness, Rewind
-from bilevel.sampling.rows import in_parts, mapped_rows, move, take_rows
+from bilevel.sampling.rows import chunk_slices, map_tensors, take_rows, to_device
 from bilevel.sampling.stream import DirectionSize, NoData, Stream
 
 __all__ = [
+    "CombinedData",
     "DirectionSize",
     "Draw",
     "Indexed",
     "Iterated",
     "NoData",
     "Nodes",
-    "Numbers",
     "PrivateRandomness",
     "Rewind",
-    "Rows",
     "Sample",
+    "StackedIndices",
     "Stream",
-    "Together",
-    "in_parts",
-    "mapped_rows",
-    "move",
+    "TensorRows",
+    "chunk_slices",
+    "map_tensors",
     "stream_of",
     "take_rows",
+    "to_device",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from bilevel.sampling.rows import batch_parts
+from bilevel.sampling.rows import split_batch
 from bilevel.sampling.stream import DirectionSize, Stream
 
 Nodes: TypeAlias = Sequence[tuple[bool, bool]]
@@ -91,7 +91,7 @@ class Draw:
 
     def _split(self, sample: Sample) -> Iterator[Sample]:
         chunk = self.chunk_size
-        return _paired(batch_parts(sample.upper, chunk), batch_parts(sample.lower, chunk))
+        return _paired(split_batch(sample.upper, chunk), split_batch(sample.lower, chunk))
 
     def direction(self, nodes: Nodes, shared: bool) -> Iterator[list[Sample]]:
         """The samples behind one x direction: in parts, for each part one sample per copy."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.sampling.rows import in_parts, take_rows
+from bilevel.sampling.rows import chunk_slices, take_rows
 from bilevel.sampling.stream import PROBES, DirectionSize, Stream
 
 _BLOCK = 1 << 16  # indices in a block: one call to the generator serves many minibatches
@@ -74,7 +74,7 @@ class Indexed(Stream):
             return
         count = self.length if size == "all" else size
         indices = None if size == "all" else self._indices(count)
-        for part, share in in_parts(count, chunk):
+        for part, share in chunk_slices(count, chunk):
             yield self._take(part if indices is None else indices[part]), share
 
     def _indices(self, count: int) -> Tensor:
@@ -121,7 +121,7 @@ class Indexed(Stream):
         self._used = state["used"]
 
 
-class Rows(Indexed):
+class TensorRows(Indexed):
     """Tensors with one first dimension, which an engine may also gather from by itself.
 
     Attributes:
@@ -141,7 +141,7 @@ class Rows(Indexed):
         self.size = sum(tensor.numel() for tensor in tensors)
         self.row_bytes = sum(tensor.nbytes for tensor in tensors) // length
 
-    def ahead(self, batches: int, size: int) -> Tensor:
+    def next_indices(self, batches: int, size: int) -> Tensor:
         """The indices of the next minibatches, each of ``size``, one after the other.
 
         The stream moves as if they had been taken one by one.
@@ -151,7 +151,7 @@ class Rows(Indexed):
         return torch.cat([self._indices(size) for _ in range(batches)])
 
 
-class Numbers:
+class StackedIndices:
     """The indices that several streams give out, as one tensor with a row for each stream.
 
     The streams, which are all at the same position, move as if each had given out its own.

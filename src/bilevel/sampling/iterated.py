@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bilevel.errors import ArgumentError, DataExhaustedError, StateError
-from bilevel.sampling.rows import count_rows, move
+from bilevel.sampling.rows import count_rows, to_device
 from bilevel.sampling.stream import DirectionSize, Stream
 
 
@@ -54,7 +54,7 @@ class Iterated(Stream):
             return
         total = self._samples()
         for batch in iter(self._data):
-            yield move(batch, self._device), count_rows(batch) / total
+            yield to_device(batch, self._device), count_rows(batch) / total
 
     def _samples(self) -> int:
         if isinstance(self._data, DataLoader) and self._data.batch_size is not None:
@@ -72,7 +72,7 @@ class Iterated(Stream):
     def _pull(self) -> Any:
         iterator = self._begin() if self._iterator is None else self._iterator
         try:
-            return move(next(iterator), self._device)
+            return to_device(next(iterator), self._device)
         except StopIteration:
             if self._once:
                 raise DataExhaustedError(
@@ -80,7 +80,7 @@ class Iterated(Stream):
                     f"give a DataLoader, a list or an endless iterator"
                 ) from None
         try:
-            return move(next(self._begin()), self._device)
+            return to_device(next(self._begin()), self._device)
         except StopIteration:
             raise DataExhaustedError(f"{self._name} gave no batch at all") from None
 

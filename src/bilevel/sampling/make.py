@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.sampling.indexed import Indexed, Rows
+from bilevel.sampling.combined import CombinedData, CombinedStream
+from bilevel.sampling.indexed import Indexed, TensorRows
 from bilevel.sampling.iterated import Iterated
-from bilevel.sampling.joint import Joint, Together
-from bilevel.sampling.rows import move
+from bilevel.sampling.rows import to_device
 from bilevel.sampling.stream import DirectionSize, NoData, Sampled, Stream
 
 
@@ -35,8 +35,8 @@ def stream_of(
     """
     if data is None:
         return NoData()
-    if isinstance(data, Together):
-        return _joint(
+    if isinstance(data, CombinedData):
+        return _combined(
             name,
             data,
             seed,
@@ -46,10 +46,10 @@ def stream_of(
             home=home,
         )
     if isinstance(data, Tensor | np.ndarray | tuple | Mapping):
-        rows = move(data, device)
+        rows = to_device(data, device)
         tensors = _tensors(name, rows)
         _check_sizes(name, len(tensors[0]), batch_size, direction_batch_size)
-        return Rows(rows, tensors, batch_size, seed)
+        return TensorRows(rows, tensors, batch_size, seed)
     if isinstance(data, IterableDataset):
         stream = Iterated(DataLoader(data, batch_size=batch_size), name, device)
         stream.sampled_here = True
@@ -60,7 +60,7 @@ def stream_of(
 
         def take(rows: Tensor | slice) -> Any:
             indices = range(*rows.indices(length)) if isinstance(rows, slice) else rows.tolist()
-            return move(default_collate([data[i] for i in indices]), device)
+            return to_device(default_collate([data[i] for i in indices]), device)
 
         return Indexed(length, take, batch_size, seed)
     if isinstance(data, Iterable):
@@ -75,15 +75,15 @@ def stream_of(
     )
 
 
-def _joint(name: str, together: Together, seed: int, **options: Any) -> Joint:
-    if not together.data:
-        raise ArgumentError(f"{name} is empty: {together.data!r}")
-    seeds = np.random.SeedSequence(seed).generate_state(len(together.data), np.uint64)
+def _combined(name: str, data: CombinedData, seed: int, **options: Any) -> CombinedStream:
+    if not data.data:
+        raise ArgumentError(f"{name} is empty: {data.data!r}")
+    seeds = np.random.SeedSequence(seed).generate_state(len(data.data), np.uint64)
     streams = {}
-    for (key, part), own in zip(together.data.items(), seeds, strict=True):
-        called = together.called(key) if together.called else f"{name}[{key!r}]"
+    for (key, part), own in zip(data.data.items(), seeds, strict=True):
+        called = data.called(key) if data.called else f"{name}[{key!r}]"
         streams[key] = called, stream_of(called, part, seed=int(own) >> 1, **options)
-    return Joint(streams, together.prepare)
+    return CombinedStream(streams, data.prepare)
 
 
 def _length(name: str, data: Any) -> int:

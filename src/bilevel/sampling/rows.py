@@ -26,22 +26,22 @@ def count_rows(batch: Any) -> int:
 def take_rows(data: Any, rows: Tensor | slice) -> Any:
     """The chosen rows of a tensor, or of each tensor in a tuple or dict."""
     if isinstance(rows, slice):
-        return mapped_rows(lambda tensor: tensor[rows], data)
+        return map_tensors(lambda tensor: tensor[rows], data)
     # index_select is several times as fast as tensor[rows], which can do much more
-    return mapped_rows(lambda tensor: tensor.index_select(0, rows), data)
+    return map_tensors(lambda tensor: tensor.index_select(0, rows), data)
 
 
-def mapped_rows(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """``function`` of a tensor, or of each tensor in a tuple or dict."""
     if isinstance(data, Tensor):
         return function(data)
     if not isinstance(data, tuple | list) and isinstance(data, Mapping):  # the slow check last
-        return {key: mapped_rows(function, value) for key, value in data.items()}
-    parts = [mapped_rows(function, value) for value in data]
+        return {key: map_tensors(function, value) for key, value in data.items()}
+    parts = [map_tensors(function, value) for value in data]
     return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
 
 
-def in_parts(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
+def chunk_slices(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
     """``count`` rows in slices of ``chunk`` (None: in one), each with its share of all."""
     chunk = count if chunk is None else chunk
     for start in range(0, count, chunk):
@@ -49,24 +49,24 @@ def in_parts(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
         yield slice(start, stop), (stop - start) / count
 
 
-def batch_parts(batch: Any, chunk: int | None) -> Iterator[tuple[Any, float]]:
+def split_batch(batch: Any, chunk: int | None) -> Iterator[tuple[Any, float]]:
     """A batch in parts of at most ``chunk`` samples, each with its share of the whole."""
     if batch is None:
         yield None, 1.0
         return
-    for rows, share in in_parts(count_rows(batch), chunk):
+    for rows, share in chunk_slices(count_rows(batch), chunk):
         yield (batch if share == 1 else take_rows(batch, rows)), share
 
 
-def move(batch: Any, device: torch.device | None) -> Any:
+def to_device(batch: Any, device: torch.device | None) -> Any:
     """The batch with arrays as tensors and every tensor on ``device`` (None: where it is)."""
     if isinstance(batch, np.ndarray):
         batch = torch.from_numpy(batch)
     if isinstance(batch, Tensor):
         return batch if device is None else batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: move(value, device) for key, value in batch.items()}
+        return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [move(value, device) for value in batch]
+        parts = [to_device(value, device) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bilevel.problem import Number, Projection
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, dense, saved
+from bilevel.variables import Variable, saved, to_dense
 
 GROWTH = 1.5
 SURE_GROWTH = 0.35
@@ -83,7 +83,7 @@ class AdaptiveUpdate(Update):
         n = self._numbers
         if n["rest"] > 0:
             return 0.0
-        grads = dense(self._variable.grads())
+        grads = to_dense(self._variable.grads())
         moved = torch._foreach_sub(self._variable.leaves, self._before)
         norms = torch.stack(torch._foreach_norm([*grads, *moved, *self._variable.leaves])).double()
         count = len(grads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.sampling import Rewind
-from bilevel.variables import Variable, buffers_kept, differentiate, flat, held, unflat
+from bilevel.variables import Variable, buffers_kept, differentiate, flatten, frozen, unflatten_like
 
 Slope: TypeAlias = Callable[[Variable], Tensor]
 """The gradient in a variable's leaves of one objective on one sample, flat."""
@@ -30,12 +30,12 @@ def slope_of(
 
     def slope(y: Variable) -> Tensor:
         rewind()
-        with torch.enable_grad(), held(x), buffers_kept(x, y):
+        with torch.enable_grad(), frozen(x), buffers_kept(x, y):
             for batch in sample:
                 value = objective(x, y, batch) / len(sample)
                 if value.requires_grad:
                     differentiate([value], y.leaves, y.wrappers)
-        return mean(flat(y.take_grads()))
+        return mean(flatten(y.take_grads()))
 
     return slope
 
@@ -73,7 +73,7 @@ def difference(slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float)
     if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
         step, factor = v * length, 1.0  # the length overflows that type, the step does not
     start = [leaf.clone() for leaf in y.leaves]
-    torch._foreach_add_(y.leaves, unflat(step, y.leaves), alpha=factor)
+    torch._foreach_add_(y.leaves, unflatten_like(step, y.leaves), alpha=factor)
     there = slope(y)
     torch._foreach_copy_(y.leaves, start)
     return there.sub_(here).div_(length)
@@ -81,7 +81,7 @@ def difference(slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float)
 
 def size(y: Variable) -> float:
     """The Euclidean norm of a variable."""
-    return float(torch.linalg.vector_norm(flat(y.leaves).detach()))
+    return float(torch.linalg.vector_norm(flatten(y.leaves).detach()))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -96,7 +96,7 @@ class Curvature:
     def __init__(self, y: Variable, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         size = sum(leaf.numel() for leaf in y.leaves)
-        like = flat(y.leaves)
+        like = flatten(y.leaves)
         self.value = 0.0
         self._vector = torch.randn(size, generator=generator).to(like)
 

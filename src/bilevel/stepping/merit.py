@@ -11,7 +11,7 @@ import torch
 from bilevel.problem import Objectives, Problem, Projection
 from bilevel.stepping.adaptive import AdaptiveUpdate
 from bilevel.stepping.curvature import Slope, difference, size, slope_of, value_of
-from bilevel.variables import Variable, conjugate_gradients, unflat
+from bilevel.variables import Variable, conjugate_gradients, unflatten_like
 
 SOLVE_STEPS = 8
 TOLERANCE = 0.1
@@ -118,7 +118,7 @@ class MeritCheck:
         before, start = value(y), [leaf.clone() for leaf in y.leaves]
         for length in (1.0, 0.25, 0.0625):
             for leaf, origin, part, project in zip(
-                y.leaves, start, unflat(step, y.leaves), self._projections, strict=True
+                y.leaves, start, unflatten_like(step, y.leaves), self._projections, strict=True
             ):
                 moved = origin - length * part
                 leaf.copy_(moved if project is None else project(moved))

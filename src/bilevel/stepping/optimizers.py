@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.stepping.rates import OptimizerFactory
 from bilevel.stepping.shared_adamw import SharedAdamW
-from bilevel.variables import Variable, every_row, saved
+from bilevel.variables import Variable, saved, to_row_sparse
 
 
 def restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -67,11 +67,11 @@ def plain_step(
     optimizer: torch.optim.Optimizer, variable: Variable, grads: Sequence[Tensor]
 ) -> None:
     """A step of the optimizer along the gradients on the leaves."""
-    if not any(variable.by_rows):
+    if not any(variable.row_sparse):
         optimizer.step()
         return
     if isinstance(optimizer, torch.optim.SparseAdam):
-        variable.set_grads([g if g.is_sparse else every_row(g) for g in grads])
+        variable.set_grads([g if g.is_sparse else to_row_sparse(g) for g in grads])
     # torch warns of sparse tensors made without saying whether to check their invariants
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     with checks(checks.is_enabled()):
@@ -125,10 +125,10 @@ def _check_sparse(optimizer: torch.optim.Optimizer, variable: Variable) -> None:
         for base in type(optimizer).__mro__
         if base is SharedAdamW or base.__module__.startswith("torch.optim")
     )
-    if kind is torch.optim.Optimizer or not any(variable.by_rows):
+    if kind is torch.optim.Optimizer or not any(variable.row_sparse):
         return  # an optimizer of the user's own is trusted with sparse gradients
     named = dict(zip(map(id, variable.leaves), variable.names, strict=True))
-    sparse = {id(leaf) for leaf, by in zip(variable.leaves, variable.by_rows, strict=True) if by}
+    sparse = {id(leaf) for leaf, by in zip(variable.leaves, variable.row_sparse, strict=True) if by}
     for group in optimizer.param_groups:
         options = [f"{name}={group[name]!r}" for name in _SPARSE.get(kind, ()) if group[name]]
         for leaf in group["params"]:

@@ -23,12 +23,12 @@ from bilevel.stepping.rates import OptimizerFactory
 from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.variables import (
     Variable,
-    entries,
     is_sharded,
-    part_of,
-    placed_as,
+    local_part,
+    redistribute_like,
     saved,
-    touched,
+    stored_values,
+    touched_rows,
 )
 
 
@@ -121,7 +121,7 @@ class Update:
                 skippable_step(self._optimizer, float(gain), bad)
             else:
                 if bad is not None:
-                    for values in entries(grads):
+                    for values in stored_values(grads):
                         # of stacked runs each has a flag of its own
                         flags = bad.reshape(-1, *[1] * (values.ndim - 1)) if bad.ndim else bad
                         values.masked_fill_(flags, 0.0)
@@ -129,12 +129,12 @@ class Update:
                     self._step(grads, -rate * gain)
                 else:
                     if gain != 1.0:
-                        torch._foreach_mul_(entries(grads), gain)
+                        torch._foreach_mul_(stored_values(grads), gain)
                     plain_step(self._optimizer, self._variable, grads)
             if self._scheduler is not None:
                 self._scheduler.step()
         self._variable.clear_grads()
-        self._variable.reassemble()
+        self._variable.reshard()
         if self._projections:
             self.project(grads)
 
@@ -149,10 +149,10 @@ class Update:
         leaves, steps = [], []
         for leaf, grad in zip(self._variable.leaves, grads, strict=True):
             if grad.is_sparse:
-                leaf.index_add_(0, touched(grad), *entries([grad]), alpha=rate)
+                leaf.index_add_(0, touched_rows(grad), *stored_values([grad]), alpha=rate)
             else:
-                leaves.append(part_of(leaf))
-                steps.append(part_of(grad))
+                leaves.append(local_part(leaf))
+                steps.append(local_part(grad))
         if leaves:
             torch._foreach_add_(leaves, steps, alpha=rate)
 
@@ -160,7 +160,7 @@ class Update:
     def project(self, moved: Sequence[Tensor] | None = None) -> None:
         """Move back into the set; after a step along the gradients ``moved``, what it touched."""
         for index, leaf, project in self._projections:
-            if not self._variable.by_rows[index]:
+            if not self._variable.row_sparse[index]:
                 leaf.copy_(self._inside(project, leaf))
                 continue
             assert isinstance(project, RowWise), "every set was checked when it was chosen"
@@ -197,7 +197,7 @@ class Update:
         for leaf, numbers in self._by_leaf(state):
             for name, value in numbers.items():
                 if isinstance(value, Tensor) and value.shape == self._variable.leaves[leaf].shape:
-                    numbers[name] = self._variable.whole(leaf, value)
+                    numbers[name] = self._variable.to_global(leaf, value)
         if self._scheduler is not None:
             state["scheduler"] = saved(self._scheduler.state_dict())
         return state
@@ -226,10 +226,10 @@ class Update:
             for place, numbers in self._by_leaf(state):
                 leaf = self._variable.leaves[place]
                 for name, value in numbers.items():
-                    whole = self._variable.whole(place, leaf)
+                    whole = self._variable.to_global(place, leaf)
                     if isinstance(value, Tensor) and value.shape == whole.shape:
-                        placed = placed_as(value, whole)
-                        numbers[name] = placed if is_sharded(leaf) else part_of(placed)
+                        placed = redistribute_like(value, whole)
+                        numbers[name] = placed if is_sharded(leaf) else local_part(placed)
             self._optimizer.load_state_dict(state)
             restore_types(self._optimizer, state)
         if self._scheduler is not None:
@@ -266,7 +266,7 @@ _BLOCK = 1 << 20  # rows of a table that are projected at a time
 def _places(leaf: Tensor, gradient: Tensor | None) -> Iterator[RowNumbers]:
     """The rows that a step along the gradient moved (None: all rows), in blocks."""
     if gradient is not None and gradient.is_sparse:
-        yield touched(gradient)
+        yield touched_rows(gradient)
         return
     for start in range(0, len(leaf), _BLOCK):
         yield slice(start, min(start + _BLOCK, len(leaf)))

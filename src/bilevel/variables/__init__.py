@@ -1,62 +1,68 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
-from bilevel.variables.contexts import buffers_copied, buffers_kept, held, substituted
+from bilevel.variables.contexts import buffers_copied, buffers_kept, frozen, substituted
 from bilevel.variables.gradients import (
     differentiate,
     first_not_finite,
+    global_norm,
     largest_entries,
     longest_step,
-    norm,
     require_finite,
 )
-from bilevel.variables.layout import Averaged
-from bilevel.variables.shards import fill, is_sharded, part_of, placed_as, row_parts
+from bilevel.variables.layout import Averaging
+from bilevel.variables.shards import (
+    empty_row_sharded,
+    is_sharded,
+    local_part,
+    overwrite,
+    redistribute_like,
+)
 from bilevel.variables.sparse import (
-    Total,
-    added,
-    dense,
-    entries,
-    every_row,
-    joined,
-    reduced,
-    touched,
+    GradientSum,
+    add_gradients,
+    cast_large_gradients,
+    stored_values,
+    sum_gradients,
+    to_dense,
+    to_row_sparse,
+    touched_rows,
 )
 from bilevel.variables.state import Stateful, loaded, saved
 from bilevel.variables.table import Table
 from bilevel.variables.variable import Variable
-from bilevel.variables.vectors import conjugate_gradients, flat, unflat
+from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_like
 
 __all__ = [
-    "Averaged",
+    "Averaging",
+    "GradientSum",
     "Stateful",
     "Table",
-    "Total",
     "Variable",
-    "added",
+    "add_gradients",
     "buffers_copied",
     "buffers_kept",
+    "cast_large_gradients",
     "conjugate_gradients",
-    "dense",
     "differentiate",
-    "entries",
-    "every_row",
-    "fill",
+    "empty_row_sharded",
     "first_not_finite",
-    "flat",
-    "held",
+    "flatten",
+    "frozen",
+    "global_norm",
     "is_sharded",
-    "joined",
     "largest_entries",
     "loaded",
+    "local_part",
     "longest_step",
-    "norm",
-    "part_of",
-    "placed_as",
-    "reduced",
+    "overwrite",
+    "redistribute_like",
     "require_finite",
-    "row_parts",
     "saved",
+    "stored_values",
     "substituted",
-    "touched",
-    "unflat",
+    "sum_gradients",
+    "to_dense",
+    "to_row_sparse",
+    "touched_rows",
+    "unflatten_like",
 ]

@@ -13,7 +13,7 @@ from bilevel.variables.variable import Variable
 
 
 @contextmanager
-def held(*variables: Variable) -> Iterator[None]:
+def frozen(*variables: Variable) -> Iterator[None]:
     """Inside, the variables are constants: no gradient flows to them and none is computed."""
     for variable in variables:
         variable.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bilevel.errors import NonFiniteError
 from bilevel.variables.shards import is_sharded
-from bilevel.variables.sparse import entries
+from bilevel.variables.sparse import stored_values
 
 # torch.autograd.backward calls this function after checks of its arguments that take as long as
 # several small operations. None: this version of torch does not have it.
@@ -87,7 +87,9 @@ def longest_step(grads: Sequence[Tensor]) -> float:
     return float(torch.finfo(grads[0].dtype).max) / 4
 
 
-def norm(tensors: list[Tensor]) -> Tensor:
+def global_norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all entries of all tensors together, as a 0-dimensional tensor."""
-    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(entries(tensors))))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(stored_values(tensors)))
+    )
     return total

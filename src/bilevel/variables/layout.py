@@ -10,58 +10,58 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bilevel.errors import ArgumentError
-from bilevel.variables.shards import is_sharded, row_part
+from bilevel.variables.shards import is_sharded, row_sharded
 from bilevel.variables.table import Table
 
 
-class Averaged(Enum):
+class Averaging(Enum):
     """Who makes the gradient of a leaf the mean over the ranks.
 
     Attributes:
         who: in words, for messages.
-        parted: whether each rank holds only a part of the leaf.
+        sharded: whether each rank holds only a part of the leaf.
     """
 
-    HERE = ("every rank holds it, and its run averages", False)
-    BY_WRAPPER = ("DistributedDataParallel", False)
-    IN_PARTS = ("fully_shard", True)
-    BY_NOBODY = ("the rows are of this rank alone", True)
+    BY_RUN = ("every rank holds it, and its run averages", False)
+    BY_DDP = ("DistributedDataParallel", False)
+    BY_FSDP = ("fully_shard", True)
+    NONE = ("the rows are of this rank alone", True)
 
-    def __init__(self, who: str, parted: bool) -> None:
+    def __init__(self, who: str, sharded: bool) -> None:
         self.who = who
-        self.parted = parted
+        self.sharded = sharded
 
 
 class Layout:
     """How the leaves of a variable lie on several ranks.
 
     Attributes:
-        averaged: for each leaf who averages its gradient over the ranks.
+        averaging: for each leaf who averages its gradient over the ranks.
         wrappers: the ``DistributedDataParallel`` modules.
-        sharded: the modules that ``fully_shard`` has divided.
+        sharded_modules: the modules that ``fully_shard`` has divided.
     """
 
     def __init__(self, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> None:
         parts = [part for module in modules for part in module.modules()]
         self.wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        self.sharded = [part for part in parts if callable(getattr(part, "reshard", None))]
+        self.sharded_modules = [part for part in parts if callable(getattr(part, "reshard", None))]
         self._tables = {
             id(part.values): part for part in parts if isinstance(part, Table) and part.divided
         }
         wrapped = {id(leaf) for wrapper in self.wrappers for leaf in wrapper.parameters()}
-        self.averaged = [self._averaged(leaf, wrapped) for leaf in leaves]
+        self.averaging = [self._averaging(leaf, wrapped) for leaf in leaves]
 
-    def _averaged(self, leaf: Tensor, wrapped: set[int]) -> Averaged:
+    def _averaging(self, leaf: Tensor, wrapped: set[int]) -> Averaging:
         if is_sharded(leaf):
-            return Averaged.IN_PARTS
+            return Averaging.BY_FSDP
         if id(leaf) in self._tables:
-            return Averaged.BY_NOBODY
-        return Averaged.BY_WRAPPER if id(leaf) in wrapped else Averaged.HERE
+            return Averaging.NONE
+        return Averaging.BY_DDP if id(leaf) in wrapped else Averaging.BY_RUN
 
     def check(self, name: str, leaves: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse what cannot be run on several ranks, in the variable ``name``."""
         for path, leaf in leaves:
-            if is_sharded(leaf) and not (self.sharded and _sharded_by_rows(leaf)):
+            if is_sharded(leaf) and not (self.sharded_modules and _sharded_by_rows(leaf)):
                 raise ArgumentError(
                     f"{path} is a DTensor with the placements "
                     f"{getattr(leaf, 'placements', None)}; only modules that fully_shard has "
@@ -77,15 +77,15 @@ class Layout:
 
     def reshard(self) -> None:
         """Make ``fully_shard`` drop the whole tensors it keeps, and gather its shards anew."""
-        for module in self.sharded:
+        for module in self.sharded_modules:
             module.reshard()  # type: ignore[operator]
 
-    def whole(self, leaf: Tensor, part: Tensor) -> Tensor:
+    def to_global(self, leaf: Tensor, part: Tensor) -> Tensor:
         """``part``, shaped as ``leaf``; as a DTensor if that is a table divided over the ranks."""
         table = self._tables.get(id(leaf))
-        return part if table is None else row_part(part, table.rows)
+        return part if table is None else row_sharded(part, table.rows)
 
-    def shape(self, leaf: Tensor) -> tuple[int, ...]:
+    def global_shape(self, leaf: Tensor) -> tuple[int, ...]:
         """The shape of ``leaf``, with the rows that other ranks hold."""
         table = self._tables.get(id(leaf))
         return tuple(leaf.shape) if table is None else (table.rows, *leaf.shape[1:])

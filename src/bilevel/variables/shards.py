@@ -20,13 +20,13 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def part_of(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """The part of a tensor that this rank holds, as a view; of a plain tensor, itself."""
     part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return part
 
 
-def placed_as(value: Tensor, like: Any) -> Tensor:
+def redistribute_like(value: Tensor, like: Any) -> Tensor:
     """``value``, plain or a DTensor, with the placement of ``like``, which has the same shape."""
     if not is_sharded(like):
         if not is_sharded(value):
@@ -41,12 +41,12 @@ def placed_as(value: Tensor, like: Any) -> Tensor:
     if value.placements != placements:  # type: ignore[attr-defined]
         value = value.redistribute(placements=placements)  # type: ignore[attr-defined]
     made: Tensor = DTensor.from_local(
-        part_of(value), mesh, placements, shape=value.shape, stride=value.stride()
+        local_part(value), mesh, placements, shape=value.shape, stride=value.stride()
     )
     return made
 
 
-def row_part(part: Tensor, rows: int) -> Tensor:
+def row_sharded(part: Tensor, rows: int) -> Tensor:
     """The DTensor of ``rows`` rows over all ranks, of which this rank holds ``part``."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -58,15 +58,15 @@ def row_part(part: Tensor, rows: int) -> Tensor:
     return whole
 
 
-def row_parts(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def empty_row_sharded(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A DTensor of that shape, divided by rows over all ranks, with undefined values."""
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     share = -(-shape[0] // ranks)
     held = max(0, min(share, shape[0] - rank * share))
-    return row_part(torch.empty((held, *shape[1:]), dtype=dtype), shape[0])
+    return row_sharded(torch.empty((held, *shape[1:]), dtype=dtype), shape[0])
 
 
 @torch.no_grad()
-def fill(here: Tensor, there: Tensor) -> None:
+def overwrite(here: Tensor, there: Tensor) -> None:
     """Copy the values of ``there`` into ``here``; either may be a DTensor."""
-    part_of(here).copy_(part_of(placed_as(there, here)))
+    local_part(here).copy_(local_part(redistribute_like(there, here)))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bilevel.variables.shards import is_sharded, part_of
+from bilevel.variables.shards import is_sharded, local_part
 
 LARGE = 1 << 16
 """The least number of entries for which a gradient is kept in a smaller type."""
@@ -20,8 +20,10 @@ LARGE = 1 << 16
 _BLOCK = 1 << 25  # entries that are converted to another type at a time
 
 
-def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = False) -> Tensor:
-    """The gradient with ``values`` at ``rows``; ``once``: these ascend, without repetition."""
+def row_sparse_gradient(
+    rows: Tensor, values: Tensor, shape: torch.Size, *, coalesced: bool = False
+) -> Tensor:
+    """The gradient with ``values`` at ``rows``; ``coalesced``: these ascend, without repetition."""
     # torch.sparse_coo_tensor warns in some versions that it does not check its arguments.
     gradient: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,
@@ -32,42 +34,44 @@ def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = Fal
         dtype=values.dtype,
         layout=torch.sparse_coo,
         device=values.device,
-        is_coalesced=once,
+        is_coalesced=coalesced,
     )
     return gradient
 
 
-def untouched(leaf: Tensor) -> Tensor:
+def empty_sparse_gradient(leaf: Tensor) -> Tensor:
     """The sparse gradient of a leaf of which no row was looked up."""
     rows = torch.empty(0, dtype=torch.int64, device=leaf.device)
-    return by_rows(rows, leaf.new_empty((0, *leaf.shape[1:])), leaf.shape, once=True)
+    return row_sparse_gradient(
+        rows, leaf.new_empty((0, *leaf.shape[1:])), leaf.shape, coalesced=True
+    )
 
 
-def every_row(gradient: Tensor) -> Tensor:
+def to_row_sparse(gradient: Tensor) -> Tensor:
     """A dense gradient as a sparse one that holds every row."""
     rows = torch.arange(len(gradient), device=gradient.device)
-    return by_rows(rows, gradient, gradient.shape, once=True)
+    return row_sparse_gradient(rows, gradient, gradient.shape, coalesced=True)
 
 
-def touched(gradient: Tensor) -> Tensor:
+def touched_rows(gradient: Tensor) -> Tensor:
     """The numbers of the rows that a sparse gradient holds, ascending."""
     return gradient.coalesce().indices()[0]
 
 
-def entries(gradients: Sequence[Tensor]) -> list[Tensor]:
+def stored_values(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The entries that this rank stores of each gradient: of a sparse one, those of its rows.
 
     They are views: operations in place on them change the gradients.
     """
-    return [g.coalesce().values() if g.is_sparse else part_of(g) for g in gradients]
+    return [g.coalesce().values() if g.is_sparse else local_part(g) for g in gradients]
 
 
-def dense(gradients: Sequence[Tensor]) -> list[Tensor]:
+def to_dense(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The gradients as dense tensors, zero in the rows that a sparse one does not hold."""
     return [g.to_dense() if g.is_sparse else g for g in gradients]
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def sum_gradients(parts: Sequence[Tensor]) -> Tensor:
     """The sum of gradients of one leaf, each dense or sparse."""
     sparse = [part for part in parts if part.is_sparse]
     summands = [part for part in parts if not part.is_sparse]
@@ -76,14 +80,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
         rows = torch.cat([part._indices()[0] for part in sparse])
         values = torch.cat([part._values() for part in sparse])
         # coalesce() sorts before it adds, so the order of the sum is the same on every device.
-        summands.append(by_rows(rows, values, sparse[0].shape).coalesce())
+        summands.append(row_sparse_gradient(rows, values, sparse[0].shape).coalesce())
     total = summands[0]
     for part in summands[1:]:
         total = total + part
     return total
 
 
-def reduced(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def cast_large_gradients(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """A copy of the gradients, to save memory with the large dense ones in another type."""
     if any(map(is_sharded, gradients)):
         return [g.to(dtype if g.numel() >= LARGE else g.dtype, copy=True) for g in gradients]
@@ -104,15 +108,17 @@ def _converted(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return there
 
 
-def added(mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
+def add_gradients(
+    mine: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1.0
+) -> list[Tensor]:
     """``mine + alpha * others``, one by one; in place where all are dense."""
     mine, others = list(mine), list(others)
     if any(t.is_sparse for t in (*mine, *others)):
-        return [joined([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
+        return [sum_gradients([a, alpha * b]) for a, b in zip(mine, others, strict=True)]
     # torch._foreach_add_ of mixed types would add one tensor after another.
     alike: list[tuple[Tensor, Tensor]] = []
     unlike: list[tuple[Tensor, Tensor]] = []
-    for pair in zip(entries(mine), entries(others), strict=True):
+    for pair in zip(stored_values(mine), stored_values(others), strict=True):
         (alike if pair[0].dtype == pair[1].dtype else unlike).append(pair)
     for pairs in ([alike] if alike else []) + list(_blocks(unlike)):
         ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -136,7 +142,7 @@ def _blocks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tenso
         yield block
 
 
-class Total:
+class GradientSum:
     """A running sum of gradients, one per leaf, over the parts of a batch."""
 
     def __init__(self) -> None:
@@ -155,4 +161,4 @@ class Total:
 
     def gradients(self) -> list[Tensor]:
         """The sums."""
-        return [joined(parts) for parts in self._parts]
+        return [sum_gradients(parts) for parts in self._parts]

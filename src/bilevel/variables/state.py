@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from bilevel.variables.shards import fill
+from bilevel.variables.shards import overwrite
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ def loaded(mine: Any, theirs: Any) -> Any:
         mine.load_state_dict(theirs)
         return mine
     if isinstance(mine, Tensor):
-        fill(mine, theirs)
+        overwrite(mine, theirs)
         return mine
     if isinstance(mine, list | tuple):
         return type(mine)(loaded(part, other) for part, other in zip(mine, theirs, strict=True))

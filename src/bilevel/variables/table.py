@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, RowError
 from bilevel.errors.checks import check_count
-from bilevel.variables.sparse import by_rows
+from bilevel.variables.sparse import row_sparse_gradient
 
 
 class Table(nn.Module):
@@ -156,7 +156,7 @@ class _Lookup(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         # A gradient that is differentiated again or flows on into another graph must be dense.
         if ctx.is_leaf and not torch.is_grad_enabled():
-            return by_rows(rows, gradient, ctx.shape), None
+            return row_sparse_gradient(rows, gradient, ctx.shape), None
         return gradient.new_zeros(ctx.shape).index_put((rows,), gradient, accumulate=True), None
 
 

@@ -13,7 +13,7 @@ Tables. The gradient of a :class:`~bilevel.Table`, as that of an ``nn.Embedding(
 sparse: it holds the rows that were looked up. No operation of a step touches other rows.
 
 Several ranks. A module may be wrapped in ``DistributedDataParallel`` or ``fully_shard``;
-:attr:`Variable.averaged` says who averages its gradients over the ranks. A module that
+:attr:`Variable.averaging` says who averages its gradients over the ranks. A module that
 ``fully_shard`` has divided cannot be copied; a function that the user gives builds every copy.
 """
 
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, NonFiniteError, StateError
 from bilevel.variables.copying import check_builder, copy_tree
-from bilevel.variables.gradients import largest_entries, longest_step, norm, require_finite
+from bilevel.variables.gradients import global_norm, largest_entries, longest_step, require_finite
 from bilevel.variables.layout import Layout
 from bilevel.variables.leaves import check_tensors, find_leaves, sparse_parameters
-from bilevel.variables.shards import fill, part_of
-from bilevel.variables.sparse import entries, joined, untouched
+from bilevel.variables.shards import local_part, overwrite
+from bilevel.variables.sparse import empty_sparse_gradient, stored_values, sum_gradients
 from bilevel.variables.table import Table
 from bilevel.variables.tree import map_tree, walk
 
@@ -47,8 +47,8 @@ class Variable:
         leaves: the tensors that an algorithm moves, each once, in the order of the structure.
         names: for each leaf, how it is reached, such as ``"y['head'].weight"``.
         gradient_names: for each leaf, what messages call its gradient.
-        by_rows: for each leaf, whether its gradient is sparse and holds the rows looked up.
-        averaged: for each leaf, who averages its gradient over the ranks.
+        row_sparse: for each leaf, whether its gradient is sparse and holds the rows looked up.
+        averaging: for each leaf, who averages its gradient over the ranks.
         wrappers: the ``DistributedDataParallel`` modules in the structure.
 
     Example:
@@ -70,9 +70,9 @@ class Variable:
         self.leaves = [leaf for _, leaf in named]
         self.gradient_names = [f"the gradient of {path}" for path in self.names]
         sparse = sparse_parameters(self.modules)
-        self.by_rows = [id(leaf) in sparse for leaf in self.leaves]
+        self.row_sparse = [id(leaf) in sparse for leaf in self.leaves]
         self._layout = Layout(self.modules, self.leaves)
-        self.averaged = self._layout.averaged
+        self.averaging = self._layout.averaging
         self.wrappers = self._layout.wrappers
         self._sparse_grads: list[list[Tensor]] = [[] for _ in self.leaves]
         self._build: Callable[[], Any] | None = None
@@ -111,7 +111,7 @@ class Variable:
         cls, value: Any, name: str, device: torch.device | None, *, share_frozen: bool
     ) -> Variable:
         given = cls(value, name)  # Errors name the paths of the user's own structure.
-        if given._layout.sharded:
+        if given._layout.sharded_modules:
             raise ArgumentError(
                 f"{name} holds a module that fully_shard has divided, which cannot be copied; give "
                 f"a function that builds it, such as {name}0=lambda: fully_shard(build())"
@@ -147,7 +147,7 @@ class Variable:
     @property
     def fixed(self) -> list[Tensor]:
         """What the modules hold beside the leaves: parameters that are not moved, and buffers."""
-        self.reassemble()  # otherwise fully_shard may show whole tensors in place of the leaves
+        self.reshard()  # otherwise fully_shard may show whole tensors in place of the leaves
         moved = {id(leaf) for leaf in self.leaves}
         parameters = (p for module in self.modules for p in module.parameters())
         return [*(p for p in parameters if id(p) not in moved), *self.buffers]
@@ -159,12 +159,12 @@ class Variable:
 
     def requires_grad_(self, flag: bool) -> None:
         """Make the leaves constants (False) or variables (True) of what is evaluated next."""
-        self.reassemble()
+        self.reshard()
         for leaf in self.leaves:
             leaf.requires_grad_(flag)
 
     def _zipped_grads(self) -> Iterable[tuple[Tensor, bool, list[Tensor]]]:
-        return zip(self.leaves, self.by_rows, self._sparse_grads, strict=True)
+        return zip(self.leaves, self.row_sparse, self._sparse_grads, strict=True)
 
     def grads(self) -> list[Tensor]:
         """The gradients that backward passes left on the leaves; zeros where there is none.
@@ -173,10 +173,10 @@ class Variable:
         """
         for leaf, sparse, parts in self._zipped_grads():
             if parts:
-                leaf.grad = joined(parts if leaf.grad is None else [*parts, leaf.grad])
+                leaf.grad = sum_gradients(parts if leaf.grad is None else [*parts, leaf.grad])
                 parts.clear()
             elif leaf.grad is None:
-                leaf.grad = untouched(leaf) if sparse else torch.zeros_like(leaf)
+                leaf.grad = empty_sparse_gradient(leaf) if sparse else torch.zeros_like(leaf)
             elif leaf.grad.is_sparse:
                 leaf.grad = leaf.grad.coalesce()
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
@@ -209,19 +209,19 @@ class Variable:
 
         A step of length ``rate`` along them must not overflow either.
         """
-        grads = entries(self.grads())
+        grads = stored_values(self.grads())
         longest = longest_step(grads)
         # The Euclidean norm bounds the largest entry and is several times as fast to compute.
-        if abs(rate) * norm(grads).item() <= longest:  # false for NaN
+        if abs(rate) * global_norm(grads).item() <= longest:  # false for NaN
             return
         if abs(rate) * torch.stack(largest_entries(grads)).amax().item() <= longest:
             return
         require_finite(step, self.gradient_names, grads)
         raise NonFiniteError(step, f"the step of {self.name}")
 
-    def norm(self, grads: list[Tensor]) -> Tensor:
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """The Euclidean norm of gradients of the leaves."""
-        return norm(grads)
+        return global_norm(grads)
 
     @torch.no_grad()
     def assign(self, other: Variable, *, everything: bool = False) -> None:
@@ -229,19 +229,19 @@ class Variable:
 
         The buffers are copied too, and with ``everything`` the parameters that are not moved.
         """
-        torch._foreach_copy_(entries(self.leaves), entries(other.leaves))
+        torch._foreach_copy_(stored_values(self.leaves), stored_values(other.leaves))
         others = (self.fixed, other.fixed) if everything else (self.buffers, other.buffers)
         for mine, theirs in zip(*others, strict=True):
-            part_of(mine).copy_(part_of(theirs))
-        self.reassemble()
+            local_part(mine).copy_(local_part(theirs))
+        self.reshard()
 
     @torch.no_grad()
-    def approach(self, other: Variable, share: float) -> None:
+    def contract_towards(self, other: Variable, share: float) -> None:
         """Multiply the distance to the point of ``other`` by ``share``, in place."""
-        torch._foreach_lerp_(entries(self.leaves), entries(other.leaves), 1 - share)
-        self.reassemble()
+        torch._foreach_lerp_(stored_values(self.leaves), stored_values(other.leaves), 1 - share)
+        self.reshard()
 
-    def reassemble(self) -> None:
+    def reshard(self) -> None:
         """Make ``fully_shard`` drop the whole tensors it keeps, which no longer fit the leaves."""
         self._layout.reshard()
 
@@ -271,25 +271,27 @@ class Variable:
                 node.requires_grad_(False)
         return kept.value
 
-    def whole(self, index: int, part: Tensor) -> Tensor:
+    def to_global(self, index: int, part: Tensor) -> Tensor:
         """``part``, shaped as leaf ``index``; as a DTensor if that is a table divided by rank."""
-        return self._layout.whole(self.leaves[index], part)
+        return self._layout.to_global(self.leaves[index], part)
 
-    def shape(self, index: int) -> tuple[int, ...]:
+    def global_shape(self, index: int) -> tuple[int, ...]:
         """The shape of leaf ``index``, with the rows that other ranks hold."""
-        return self._layout.shape(self.leaves[index])
+        return self._layout.global_shape(self.leaves[index])
 
     def state_dict(self) -> dict[str, Any]:
         """The leaves and buffers, copied."""
         return {
-            "leaves": [self.whole(i, leaf.detach().clone()) for i, leaf in enumerate(self.leaves)],
+            "leaves": [
+                self.to_global(i, leaf.detach().clone()) for i, leaf in enumerate(self.leaves)
+            ],
             "buffers": [buffer.detach().clone() for buffer in self.buffers],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to a saved point, in place."""
-        leaves = [self.whole(i, leaf) for i, leaf in enumerate(self.leaves)]
+        leaves = [self.to_global(i, leaf) for i, leaf in enumerate(self.leaves)]
         for kind, mine in (("leaves", leaves), ("buffers", self.buffers)):
             saved = state[kind]
             if [t.shape for t in mine] != [t.shape for t in saved]:
@@ -299,8 +301,8 @@ class Variable:
                     f"{[tuple(t.shape) for t in mine]}"
                 )
             for here, there in zip(mine, saved, strict=True):
-                fill(here, there)
-        self.reassemble()
+                overwrite(here, there)
+        self.reshard()
 
 
 def _set_aside(grads: list[Tensor], leaf: Tensor) -> None:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import NotConvergedError
-from bilevel.variables.sparse import dense
+from bilevel.variables.sparse import to_dense
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All entries as one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in dense(tensors)])
+    return torch.cat([tensor.reshape(-1) for tensor in to_dense(tensors)])
 
 
-def unflat(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unflatten_like(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat vector, in the shapes and dtypes of the tensors ``like``."""
     parts = torch.split(vector, [tensor.numel() for tensor in like])
     return [

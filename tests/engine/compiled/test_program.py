@@ -25,7 +25,7 @@ from bilevel import F2SA, Problem, Solver
 from bilevel.engine.compiled import feed, gathering, pieces, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
 from bilevel.methods.reference import ReferenceF2SA
-from bilevel.sampling import Rows
+from bilevel.sampling import TensorRows
 from bilevel.stepping.schedules import Power
 from tests.engine.compiled import common
 from tests.engine.compiled.common import (
@@ -362,7 +362,7 @@ def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> N
     """Each evaluation reads another row; the bad one is that of an inner step or of x."""
     rows = torch.arange(1.0, 9.0)[:, None].expand(8, 3).double().contiguous()
 
-    class InOrder(Rows):
+    class InOrder(TensorRows):
         def _refill(self, size: int) -> None:
             super()._refill(8)
             self._block, self._drawn = torch.arange(8), 8

@@ -40,7 +40,7 @@ from bilevel.methods import Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.sampling import Sample
 from bilevel.stepping import GivenSizes, StepSizes
-from bilevel.variables import buffers_kept, held
+from bilevel.variables import buffers_kept, frozen
 
 MOST_BEGUN = 16
 """Steps that may be under way on a GPU before it is waited for."""
@@ -294,7 +294,7 @@ class CompiledEvaluator(EagerEvaluator):
 
     def _inner_step(self, step: int) -> Ready:
         samples = self._samples_of(step)
-        with held(self._phi.x):
+        with frozen(self._phi.x):
             return self._inner(samples)
 
     def _direction(self, measure: bool) -> Iterator[Ready]:
@@ -311,7 +311,7 @@ class CompiledEvaluator(EagerEvaluator):
         for samples in self._parts():
             if reported:
                 yield self._reporting(samples)
-            with held(*self._phi.points):
+            with frozen(*self._phi.points):
                 ready = traced(samples)
             yield ready
         if not self._one_part:

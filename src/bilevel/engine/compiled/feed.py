@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bilevel.engine.compiled.gathering import Block, Copies, doubling, gather
 from bilevel.engine.compiled.tracing import Ready
-from bilevel.sampling import Draw, NoData, Nodes, Rows, Sample, Stream, mapped_rows, take_rows
+from bilevel.sampling import Draw, NoData, Nodes, Sample, Stream, TensorRows, map_tensors, take_rows
 
 GATHERED_BYTES = 1 << 22
 """Bytes of minibatches that are gathered at a time on a CPU, so that they stay in its caches."""
@@ -34,7 +34,7 @@ class LevelBatches:
         self._rows: Any = None
         self._length = 0
         self._numbers: Tensor | None = None
-        if isinstance(stream, Rows):
+        if isinstance(stream, TensorRows):
             self._rows = stream.rows
             self._length = stream.length
             if stream.batch_size is not None:
@@ -49,7 +49,7 @@ class LevelBatches:
         """How many bytes the minibatches of an evaluation have."""
         if self._numbers is None:
             return 0
-        assert isinstance(self._stream, Rows)
+        assert isinstance(self._stream, TensorRows)
         return self._numbers[0].numel() * self._stream.row_bytes
 
     def make_slots(self, count: int) -> None:
@@ -63,7 +63,7 @@ class LevelBatches:
             self._columns.append((column, rows))
             return rows
 
-        rows = mapped_rows(room, self._rows)
+        rows = map_tensors(room, self._rows)
         self._slots = [
             take_rows(rows, slice(place * size, (place + 1) * size))
             for place in range(count * samples)
@@ -72,9 +72,9 @@ class LevelBatches:
     def fill(self) -> None:
         """Draw the minibatches of the next outer step."""
         if self._numbers is not None:
-            assert isinstance(self._stream, Rows)
+            assert isinstance(self._stream, TensorRows)
             steps, samples, size = self._numbers.shape
-            self._flat.copy_(self._stream.ahead(steps * samples, size))
+            self._flat.copy_(self._stream.next_indices(steps * samples, size))
 
     def copies(self, first: int, last: int, place: int) -> Copies:
         """What to gather for the evaluations from the first to before the last, from a place on."""
@@ -155,7 +155,7 @@ class Feed:
     @staticmethod
     def possible(draw: Draw) -> bool:
         """Whether the streams are of a kind that compiled code can read from."""
-        return all(isinstance(stream, NoData | Rows) for stream in (draw.upper, draw.lower))
+        return all(isinstance(stream, NoData | TensorRows) for stream in (draw.upper, draw.lower))
 
     def fill(self) -> None:
         """Draw the samples of the next outer step."""

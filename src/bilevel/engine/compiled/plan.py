@@ -11,7 +11,7 @@ from bilevel.methods import Descent, Evaluator, Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.problem import Number, Phi
 from bilevel.stepping import StepSizes
-from bilevel.variables import held
+from bilevel.variables import frozen
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
 
     def run(self, evaluator: Evaluator, state: State, done: int) -> Info:
         """Take the step, of which ``done`` inner steps were taken already, verb by verb."""
-        with held(state.x):
+        with frozen(state.x):
             for _ in range(done, self.inner_steps):
                 evaluator.descend(self.descent)
         last = self.descent if self.single_pass else None

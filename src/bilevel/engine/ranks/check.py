@@ -12,7 +12,7 @@ from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.ranks.group import Ranks
 from bilevel.errors import NonFiniteError
 from bilevel.problem import Number
-from bilevel.variables import Averaged, Variable, entries, largest_entries
+from bilevel.variables import Averaging, Variable, largest_entries, stored_values
 
 
 class RanksCheck(FiniteCheck):
@@ -64,10 +64,10 @@ class RanksCheck(FiniteCheck):
         return list(self._ranks.mean(torch.stack(values)).unbind())
 
     def norm(self, variable: Variable, grads: list[Tensor]) -> Tensor:
-        if all(kind is Averaged.HERE for kind in variable.averaged):
-            return variable.norm(grads)
-        squares = torch.stack([part.square().sum() for part in entries(grads)])
-        parted = torch.tensor([kind.parted for kind in variable.averaged], device=squares.device)
+        if all(kind is Averaging.BY_RUN for kind in variable.averaging):
+            return variable.gradient_norm(grads)
+        squares = torch.stack([part.square().sum() for part in stored_values(grads)])
+        parted = torch.tensor([kind.sharded for kind in variable.averaging], device=squares.device)
         total: Tensor = torch.where(parted, self._ranks.size * squares, squares).sum()
         return self._ranks.mean(total).sqrt()
 
@@ -85,13 +85,13 @@ class RanksCheck(FiniteCheck):
     ) -> tuple[list[str], list[Tensor]]:
         """Names and tensors that are averaged here; rows of this rank alone get their weight."""
         names, ours = [], []
-        kinds = zip(variable.gradient_names, tensors, variable.averaged, strict=True)
+        kinds = zip(variable.gradient_names, tensors, variable.averaging, strict=True)
         for name, tensor, kind in kinds:
-            if kind is Averaged.HERE:
+            if kind is Averaging.BY_RUN:
                 names.append(name)
                 ours.append(tensor)
-            elif kind is Averaged.BY_NOBODY and not averaged:
-                entries([tensor])[0].div_(self._ranks.size)
+            elif kind is Averaging.NONE and not averaged:
+                stored_values([tensor])[0].div_(self._ranks.size)
         return names, ours
 
     def _others(
@@ -100,11 +100,11 @@ class RanksCheck(FiniteCheck):
         """Note the tensors that are not averaged here; returned is whether there are any."""
         tensors = variable.grads() if tensors is None else tensors
         found = [
-            (name, entries([tensor])[0])
+            (name, stored_values([tensor])[0])
             for name, tensor, kind in zip(
-                variable.gradient_names, tensors, variable.averaged, strict=True
+                variable.gradient_names, tensors, variable.averaging, strict=True
             )
-            if kind is not Averaged.HERE
+            if kind is not Averaging.BY_RUN
         ]
         self.steps([(variable, [name for name, _ in found], [t for _, t in found], rate)])
         return bool(found)

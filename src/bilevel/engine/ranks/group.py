@@ -32,7 +32,7 @@ from bilevel.errors import (
     warn,
 )
 from bilevel.errors.checks import check_count
-from bilevel.variables import Averaged, Variable, is_sharded
+from bilevel.variables import Averaging, Variable, is_sharded
 
 ProcessGroup: TypeAlias = Any
 """``torch.distributed.ProcessGroup``, which a torch without ``distributed`` does not have."""
@@ -98,14 +98,14 @@ def ranks_of_one_process(process_group: GroupChoice, *variables: Variable) -> Ra
     alone = process_group is None or not (dist.is_available() and dist.is_initialized())
     ranks = None
     for variable in variables:
-        for name, kind in zip(variable.names, variable.averaged, strict=True):
-            if kind is Averaged.BY_NOBODY or (alone and kind is not Averaged.HERE):
+        for name, kind in zip(variable.names, variable.averaging, strict=True):
+            if kind is Averaging.NONE or (alone and kind is not Averaging.BY_RUN):
                 raise ArgumentError(
                     f"{name} is made for several ranks ({kind.who}), but this run has only one: "
                     f"call torch.distributed.init_process_group first, and leave "
                     f"process_group='default'"
                 )
-            if kind is not Averaged.HERE and ranks is None:
+            if kind is not Averaging.BY_RUN and ranks is None:
                 ranks = Ranks(dist.group.WORLD if process_group == "default" else process_group)
     return ranks
 
@@ -245,8 +245,8 @@ class Ranks:
     def broadcast(self, variable: Variable) -> None:
         """Give all ranks the numbers that the first has, where each holds all of them."""
         source = dist.get_global_rank(self.group, 0)
-        whole = zip(variable.leaves, variable.averaged, strict=True)
-        ours = [leaf for leaf, kind in whole if kind is Averaged.HERE]
+        whole = zip(variable.leaves, variable.averaging, strict=True)
+        ours = [leaf for leaf, kind in whole if kind is Averaging.BY_RUN]
         with torch.no_grad(), reaching():
             for tensor in (*ours, *variable.buffers):
                 if not is_sharded(tensor):

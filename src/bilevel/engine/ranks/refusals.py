@@ -13,7 +13,7 @@ from bilevel.engine.ranks.group import Ranks
 from bilevel.errors import ArgumentError
 from bilevel.methods import Ability, Method
 from bilevel.problem import Problem
-from bilevel.variables import Averaged, Variable
+from bilevel.variables import Averaging, Variable
 
 
 def refuse_on_ranks(
@@ -29,10 +29,10 @@ def refuse_on_ranks(
     kinds = [
         (name, kind)
         for variable in (x, y)
-        for name, kind in zip(variable.names, variable.averaged, strict=True)
+        for name, kind in zip(variable.names, variable.averaging, strict=True)
     ]
     for name, kind in kinds:
-        if not kind.parted:
+        if not kind.sharded:
             continue
         if ranks.size != dist.get_world_size():
             raise ArgumentError(
@@ -40,21 +40,21 @@ def refuse_on_ranks(
                 f"process_group of {ranks.size} of {dist.get_world_size()}"
             )
         refuse(method, Ability.SHARDS, f"a variable such as {name}, divided over ranks,")
-        if kind is Averaged.BY_NOBODY:
+        if kind is Averaging.NONE:
             refuse(method, Ability.DIVIDED_TABLES, f"the divided table {name}")
 
 
 def _refuse_leaves(ranks: Ranks, variable: Variable, given: Any) -> None:
-    leaves = zip(variable.names, variable.averaged, variable.by_rows, strict=True)
+    leaves = zip(variable.names, variable.averaging, variable.row_sparse, strict=True)
     for name, kind, by_rows in leaves:
-        if by_rows and kind is Averaged.HERE and ranks.size > 1:
+        if by_rows and kind is Averaging.BY_RUN and ranks.size > 1:
             raise ArgumentError(
                 f"of {name} every rank holds all rows, but gradients by row are not averaged; "
                 f"divide a Table by rows, with mine = bilevel.distributed.rows(n) and "
                 f"Table(values[mine], first=mine.start, rows=n), and of an nn.Embedding leave out "
                 f"sparse=True"
             )
-        if kind is Averaged.IN_PARTS and given is not None:
+        if kind is Averaging.BY_FSDP and given is not None:
             raise ArgumentError(
                 f"{variable.name}_set={given!r} needs whole tensors, but of {name} each rank holds "
                 f"a part"

@@ -130,7 +130,7 @@ class StackedVariable(Variable):
                 mine.copy_(leaf[run])
         return self.template.detached()
 
-    def norm(self, grads: list[Tensor]) -> Tensor:
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         return total

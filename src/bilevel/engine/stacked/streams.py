@@ -12,7 +12,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from bilevel.sampling import DirectionSize, Numbers, Rows, Stream, in_parts, take_rows
+from bilevel.sampling import (
+    DirectionSize,
+    StackedIndices,
+    Stream,
+    TensorRows,
+    chunk_slices,
+    take_rows,
+)
 
 S = TypeVar("S", bound=Stream)
 
@@ -66,13 +73,13 @@ class _StackedStream(Stream, Generic[S]):
             stream.load_state_dict(position)
 
 
-class GatheredRows(_StackedStream[Rows]):
+class GatheredRows(_StackedStream[TensorRows]):
     """Rows of tensors: those of all runs are taken at once."""
 
-    def __init__(self, streams: Sequence[Rows]) -> None:
+    def __init__(self, streams: Sequence[TensorRows]) -> None:
         super().__init__(streams)
         self._first = streams[0]
-        self._numbers = Numbers(streams)
+        self._numbers = StackedIndices(streams)
 
     def next(self) -> Batches:
         size = self._first.batch_size
@@ -88,7 +95,7 @@ class GatheredRows(_StackedStream[Rows]):
             yield self.next(), 1.0
         else:
             numbers = self._numbers.next(size)
-            for part, share in in_parts(size, chunk):
+            for part, share in chunk_slices(size, chunk):
                 yield self._take(numbers[:, part]), share
 
     def _take(self, numbers: Tensor) -> Batches:
@@ -102,7 +109,7 @@ class GatheredRows(_StackedStream[Rows]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._numbers = Numbers(self._streams)
+        self._numbers = StackedIndices(self._streams)
 
 
 class StackedBatches(_StackedStream[Stream]):
@@ -143,7 +150,7 @@ def stacked_stream(
 
     ``inside`` is the randomness of each run.
     """
-    rows = [stream for stream in streams if isinstance(stream, Rows)]
+    rows = [stream for stream in streams if isinstance(stream, TensorRows)]
     return GatheredRows(rows) if len(rows) == len(streams) else StackedBatches(streams, inside)
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from bilevel.methods import Method, State
 from bilevel.run.checkpoint.file import bytes_of
-from bilevel.sampling import Together
-from bilevel.variables import Averaged, Variable
+from bilevel.sampling import CombinedData
+from bilevel.variables import Averaging, Variable
 
 SHOWN = 5
 """So many differences are named at most."""
@@ -107,10 +107,10 @@ def of_variable(variable: Variable) -> dict[str, str]:
     """The tensors of a variable by their names."""
     found = {}
     for index, (name, leaf) in enumerate(zip(variable.names, variable.leaves, strict=True)):
-        if variable.averaged[index] is Averaged.BY_WRAPPER:
+        if variable.averaging[index] is Averaging.BY_DDP:
             name = name.replace(".module.", ".", 1)  # as it is called where nothing is wrapped
         dtype = str(leaf.dtype).removeprefix("torch.")
-        found[name.removeprefix(variable.name)] = f"{dtype} {list(variable.shape(index))}"
+        found[name.removeprefix(variable.name)] = f"{dtype} {list(variable.global_shape(index))}"
     return found
 
 
@@ -118,7 +118,7 @@ def of_data(data: Any, *, length: bool = True) -> Any:
     """What data look like; not what is in them, and if so asked not how many there are."""
     if isinstance(data, Tensor | np.ndarray):
         return shape_of(data if length else data[:0])
-    if isinstance(data, Together):
+    if isinstance(data, CombinedData):
         data = data.data
     if isinstance(data, Mapping):
         return {str(key): of_data(part, length=length) for key, part in data.items()}

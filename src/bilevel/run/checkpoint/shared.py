@@ -29,7 +29,7 @@ from torch import Tensor
 from bilevel.engine.ranks import Ranks
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
-from bilevel.variables import is_sharded, row_parts
+from bilevel.variables import is_sharded
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
 
     reader, text, divided = on_every_rank(ranks, opened)
     tensors = {
-        name: row_parts(shape, dtype)
+        name: empty_row_sharded(shape, dtype)
         if ranks is not None and name in divided
         else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in reader.tensors.items()

@@ -10,7 +10,7 @@ from bilevel.sampling.stream import Stream
 
 
 @dataclass(frozen=True)
-class Together:
+class CombinedData:
     """Data of several kinds; every batch is a dict with one batch of each.
 
     Attributes:
@@ -25,7 +25,7 @@ class Together:
         ...     upper=lambda x, y, batch: (y - 2) ** 2,
         ...     lower=lambda x, y, batch: x.softmax(0) @ torch.stack(
         ...         [((y - batch[name]) ** 2).mean() for name in "ab"]))
-        >>> kinds = Together({"a": [torch.zeros(4)], "b": [torch.full((2,), 4.0)]})
+        >>> kinds = CombinedData({"a": [torch.zeros(4)], "b": [torch.full((2,), 4.0)]})
         >>> result = bilevel.minimize(problem, torch.zeros(2), torch.tensor(0.0),
         ...                           lower_data=kinds, steps=50)
         >>> [round(w, 2) for w in result.x.softmax(0).tolist()]
@@ -37,8 +37,8 @@ class Together:
     prepare: Callable[[str, Any], Any] | None = None
 
 
-class Joint(Stream):
-    """The streams of :class:`Together`, by name, each with what messages call it."""
+class CombinedStream(Stream):
+    """The streams of :class:`CombinedData`, by name, each with what messages call it."""
 
     def __init__(
         self, streams: Mapping[str, tuple[str, Stream]], prepare: Callable[[str, Any], Any] | None
