@@ -209,9 +209,9 @@ def measure(task: Task, tuned: Tuned, scales: tuple[float, ...] = UNSCALED, seed
         highest=highest,
         last=share,
         diverged=failed or not share >= 0,
-        multiplier=math.nan if info is None else info.multiplier,
-        lower_lr=math.nan if info is None else info.lower_lr,
-        upper_lr=math.nan if info is None else info.upper_lr,
+        multiplier=float(math.nan if info is None else info.multiplier),
+        lower_lr=float(math.nan if info is None else info.lower_lr),
+        upper_lr=float(math.nan if info is None else info.upper_lr),
     )
 
 

@@ -57,7 +57,7 @@ class Environment:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                str(Path(package.__file__).parents[1]) for package in (benchmarks, bilevel)
+                str(Path(str(package.__file__)).parents[1]) for package in (benchmarks, bilevel)
             ),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",

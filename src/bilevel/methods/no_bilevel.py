@@ -31,7 +31,7 @@ from bilevel.stepping import (
     Update,
     rate_or_optimizer,
 )
-from bilevel.variables import Variable
+from bilevel.variables import Variable, frozen
 
 
 def train(evaluator: Evaluator, x: Variable, update: Update, rate: Number, steps: int) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from bilevel.engine.ranks import Ranks
 from bilevel.errors import CheckpointError, OutputError, StateError
 from bilevel.run.checkpoint.file import PART, packed, read, sync_folder, unpacked, write
-from bilevel.variables import is_sharded
+from bilevel.variables import empty_row_sharded, is_sharded
 
 T = TypeVar("T")
 
