@@ -1,4 +1,4 @@
-"""A group of runs that differ in their seeds, starts and rates, as one computation."""
+"""Runs that differ only in their seeds, starts and rates, as one computation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bilevel.variables import Variable
 
 @dataclass(frozen=True)
 class Run:
-    """What only this run has: its place in the grid, its settings, seed and start."""
+    """One run of the grid: its number, method, seed and start."""
 
     number: int
     method: Method[Any]
@@ -55,7 +55,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Ending:
-    """The result of a run, and what ended it before its time."""
+    """The result of a run, and what ended it early; None: nothing did."""
 
     result: Result
     reason: str | None
@@ -207,22 +207,22 @@ def _stacked_draw(group: Sequence[Run], choices: Choices, home: torch.device) ->
     return Draw(upper, lower, draws[0].direction_batch_size, draws[0].chunk_size)
 
 
-_KEPT = 31 << 20  # bytes; beyond 32 MB the allocator does not adapt
+_KEPT = 31 << 20  # bytes; the allocator does not adapt to blocks above 32 MB
 
 
 def _keep_freed_memory(device: torch.device) -> None:
     """Let the allocator keep what each step frees for the next step.
 
-    The tensors of a stack are of megabytes, which the C library would hand back to the system and
-    fetch again, page by page, in every step: that takes as long as the computation. It stops doing
-    so for sizes up to that of the largest block it has seen freed.
+    The tensors of a stack have megabytes. In every step the C library would hand them back to the
+    system and fetch them again, page by page, which takes as long as the computation. It no longer
+    does so for sizes up to the largest block that it has seen freed, so one is freed here.
     """
     if device.type == "cpu":
         torch.empty(_KEPT, dtype=torch.uint8)
 
 
 def _median(info: Info) -> Info:
-    """Of each number over the runs, to be shown."""
+    """The median of each number over the runs, for the progress bar."""
     numbers: dict[str, Any] = {
         name: torch.as_tensor(getattr(info, name)).detach().nanmedian()
         for name in (*MEASURED, *RATES)

@@ -34,14 +34,14 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the ``values`` of the step ``step``."""
+        """Log the ``values`` of the step ``step``."""
 
     def __call__(self, solver: Solver, info: Info) -> None:
         self.log(info.step, figures(info))
 
 
 def figures(info: Info) -> dict[str, float]:
-    """The numbers of one step by their names; what was not measured, or is not there, is left out.
+    """The numbers of one step by their names, without those that were not measured or are NaN.
 
     Example:
         >>> from bilevel.methods import Info
@@ -57,10 +57,10 @@ class TensorBoard(Logger):
     """Writes event files that TensorBoard shows (needs ``bilevel[tensorboard]``).
 
     Args:
-        folder: where they go; it is made where it is not there.
+        folder: where the files go; it is made where it is not there.
         prefix: of every name, such as ``"ridge/"``.
 
-    What is waiting is written by :meth:`close`, or at the end of a ``with``.
+    :meth:`close`, or the end of a ``with``, writes what is still waiting.
 
     Example:
         >>> import bilevel, tempfile
@@ -84,7 +84,7 @@ class TensorBoard(Logger):
             self._writer.add_scalar(self._prefix + name, value, step)
 
     def close(self) -> None:
-        """Write everything, and be done."""
+        """Write everything, and close the files."""
         self._writer.close()
 
     def __enter__(self) -> TensorBoard:
@@ -95,10 +95,10 @@ class TensorBoard(Logger):
 
 
 class WandBRun(Protocol):
-    """What is asked of a run of Weights & Biases."""
+    """The part of a run of Weights & Biases that is used."""
 
     def log(self, data: dict[str, Any], *, step: int) -> Any:
-        """Note ``data``."""
+        """Log ``data`` under the step."""
 
 
 class WandB(Logger):

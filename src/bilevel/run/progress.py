@@ -41,7 +41,7 @@ class Meter:
         """Move the bar to the step of ``info`` and, now and then, show its numbers."""
         fields: dict[str, Any] = {}
         if time.monotonic() > self._due or info.step + 1 == self._steps:
-            self._due = time.monotonic() + 0.1  # reading the numbers waits for the device
+            self._due = time.monotonic() + 0.1  # because reading the numbers waits for the device
             fields["losses"] = describe(info)
         self._progress.update(self._task, completed=info.step + 1, **fields)
 

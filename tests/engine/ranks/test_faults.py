@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -304,3 +305,24 @@ def test_ranks_that_do_not_know_of_each_other_are_told_so(monkeypatch: pytest.Mo
     with pytest.warns(RanksWarning, match="2 ranks were launched"):
         bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa")
     bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa", process_group=None)
+
+
+def _announced(rank: int, process_group: str | None) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bilevel").addHandler(handler)
+    try:
+        problem = bilevel.problems.Quadratic(seed=0)
+        bilevel.Solver(problem, problem.x0, problem.y0, process_group=process_group)
+    finally:
+        logging.getLogger("bilevel").removeHandler(handler)
+    return said
+
+
+def test_ranks_that_work_together_unasked_say_so_once(two: Ranks) -> None:
+    [first], others = two.run(_announced, "default")
+    assert "2 ranks solve this problem together" in first
+    assert "process_group=None" in first
+    assert others == []
+    assert two.run(_announced, None) == [[], []]

@@ -3,11 +3,11 @@
 Tensors are named by where they are in the state, such as ``solver/state/x/leaves/0``; everything
 else is JSON in the metadata of the file, where ``{"tensor": name}`` stands for a tensor. The last
 tensor, ``sha256``, is the SHA-256 of all bytes before it, so that a file that was cut short or
-changed in any place is known for what it is. Nothing is ever unpickled: a file from a stranger may
-hold wrong numbers, but cannot run code.
+changed in any place is recognised. Nothing is ever unpickled: a file from a stranger may hold wrong
+numbers, but cannot run code.
 
-The file is written here, piece by piece, and not by the safetensors package: that would hold a
-second copy of everything, and leave files of unknown names behind when it is killed.
+The file is written here, piece by piece, and not by the safetensors package, which would hold a
+second copy of everything and leave files of unknown names behind when the program is killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bilevel.variables import is_sharded
 FORMAT = "bilevel checkpoint"
 VERSION = "1"
 PART = ".part"
-"""How the name of a file ends that is being written."""
+"""The ending of the name of a file that is still being written."""
 
 _CHECKSUM = "sha256"
 _DIGEST = hashlib.sha256().digest_size
@@ -51,7 +51,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What every version of the format knows; tensors of other types go there as bytes."""
+"""The types that every version of the format has; tensors of other types are saved as bytes."""
 
 Json: TypeAlias = Any
 
@@ -59,22 +59,22 @@ Json: TypeAlias = Any
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Put ``content``, trees of tensors, numbers and text, into a file.
 
-    It is written beside ``path`` and renamed when it is safely on the disk, so that at every moment
-    ``path`` is what it was before or what it is to be.
+    It is written beside ``path`` and renamed when it is safely on the disk, so that ``path`` is at
+    every moment either the old file or the new one.
 
     Raises:
         OutputError: it could not be written; what was there before is there still.
-        StateError: there is something in it that could only be pickled.
+        StateError: ``content`` holds something that could only be pickled.
     """
     with needed("checkpoint", "safetensors"):
-        import safetensors  # noqa: F401  (who cannot read it again should not begin)
+        import safetensors  # noqa: F401  (without it, the file could not be read again)
     tensors: dict[str, Tensor] = {}
     metadata = {
         name: json.dumps(packed(part, name, tensors), allow_nan=False)
         for name, part in content.items()
     }
     metadata |= {"format": FORMAT, "version": VERSION}
-    # widest first, so that each begins where its type may
+    # The widest types first, so that every tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     ordered.append((_CHECKSUM, torch.empty(_DIGEST, dtype=torch.uint8)))
     header: dict[str, Json] = {"__metadata__": metadata}
@@ -125,13 +125,13 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             f"the checkpoint {str(path)!r} could not be written: {error.strerror or error}"
         ) from error
     finally:
-        with suppress(OSError):  # where nothing can be written, nothing may be removed either
+        with suppress(OSError):  # on a disk that fails, the part may not be removable either
             part.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """See to it that a new name in the folder is on the disk too."""
-    if os.name == "nt":  # where folders cannot be opened
+    """Make sure that a new name in the folder is on the disk too."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -222,7 +222,7 @@ def _packed_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Jso
             f"{path} is a tensor of the layout {tensor.layout} and the type {tensor.dtype}; only "
             f"dense ones that are not quantized can be put into a checkpoint"
         )
-    while path in tensors:  # keys such as 1 and "1"
+    while path in tensors:  # keys such as 1 and "1" have the same path
         path += "'"
     if is_sharded(tensor):
         tensors[path] = tensor.detach()
@@ -230,9 +230,9 @@ def _packed_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Jso
     found: dict[str, Json] = {"tensor": path}
     tensor = tensor.detach()
     if not tensor.is_contiguous():
-        tensor = tensor.clone()  # dense, whatever it was
+        tensor = tensor.clone()  # a dense copy of a view
         if not tensor.is_contiguous():
-            # sums are taken in the order of memory, and their last bits depend on it
+            # Sums are taken in the order of memory, and their last bits depend on it.
             found["stride"] = list(tensor.stride())
             tensor = tensor.contiguous()
     if tensor.dtype not in _NAMES:
@@ -243,7 +243,7 @@ def _packed_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Jso
 
 
 def unpacked(node: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree again."""
+    """The tree that :func:`packed` took apart."""
     if isinstance(node, list):
         return [unpacked(part, tensors) for part in node]
     if not isinstance(node, dict):
@@ -272,7 +272,7 @@ def _unpacked_tensor(node: dict[str, Json], tensors: Mapping[str, Tensor]) -> Te
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of tensors of that name."""
+    """The tensor type with that name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a type of tensors")

@@ -42,8 +42,8 @@ class Checkpoint:
     program has no handlers of its own.)
 
     Args:
-        folder: of this run alone; it is made if it is not there. On several ranks, one that all of
-            them can see.
+        folder: the folder of this run alone; it is made if it is not there. On several ranks, one
+            that all of them can see.
         every_steps: save whenever so many steps were taken. None: not by steps.
         every_seconds: save when so many seconds have passed. None: not by time. A run is saved at
             its start and at its end in any case.
@@ -82,7 +82,7 @@ CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
 
 
 def checkpoint_of(given: CheckpointLike) -> Checkpoint:
-    """A folder with the usual choices, or the given ones."""
+    """The checkpoint choices: those given, or the defaults for a folder."""
     if isinstance(given, Checkpoint):
         return given
     if isinstance(given, str | os.PathLike):
@@ -96,9 +96,9 @@ class Folder:
     """The files of one run.
 
     Args:
-        choices: where and how often.
-        clock: seconds; to be replaced in tests.
-        ranks: the ranks that save together, each of which calls everything here; None: only one.
+        choices: where and how often to save.
+        clock: returns seconds; tests replace it.
+        ranks: the ranks that save together, all of which call every method; None: one process.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class Folder:
                 f"{error.strerror or error}"
             ) from error
         for part in self.path.glob(f".step-*{PART}"):
-            with suppress(OSError):  # of a folder that can only be read
+            with suppress(OSError):  # the folder may be read-only
                 remove(part)
         return files
 
     def due(self, step: int) -> bool:
-        """Whether to save after so many steps, now."""
+        """Whether to save now, after so many steps."""
         steps, seconds = self._choices.every_steps, self._choices.every_seconds
         by_steps = steps is not None and step % steps == 0
         return by_steps or (seconds is not None and self._clock() - self._saved_at >= seconds)
@@ -180,20 +180,20 @@ class Folder:
         """
         if step == self._saved_step:
             return
-        self._saved_at = self._clock()  # also where it fails: the next try is at its time
+        self._saved_at = self._clock()  # also if it fails: the next attempt waits as long
         write_any(self._file(step), content(), self._ranks)
         self._saved_step = step
         if self._ranks is not None and self._ranks.rank:
             return
-        # files of later steps could not be read; they count for nothing here
+        # Files of later steps exist only where they could not be read, and are not counted.
         files = self._files()
         older = sorted(number for number in files if number <= step)
         for number in older[: -self._choices.keep]:
-            with suppress(OSError):  # one file too many is no reason to stop
+            with suppress(OSError):  # one file too many does no harm
                 remove(files[number])
 
     def try_to_save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
-        """The same, but with a warning where it cannot be written: the run is worth more."""
+        """As :meth:`save`, but a file that cannot be written gives a warning, not an error."""
         try:
             self.save(step, content)
         except OutputError as error:

@@ -1,7 +1,7 @@
-"""What made a checkpoint, in words that can be compared with what is to load it.
+"""The arguments that made a checkpoint, described so that those of another run can be compared.
 
-Functions cannot be compared; their names are, and of a rate its value at k = 0. What the names
-leave open is settled by the objectives themselves, see :meth:`bilevel.Solver.load`.
+Functions cannot be compared; their names are, and for a rate its value at k = 0. Where names are
+the same, the values of the objectives decide, see :meth:`bilevel.Solver.load`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bilevel.sampling import CombinedData
 from bilevel.variables import Averaging, Variable
 
 SHOWN = 5
-"""So many differences are named at most."""
+"""The largest number of differences that a message names."""
 
 
 def described(value: Any) -> Any:
@@ -66,7 +66,7 @@ def shape_of(tensor: Tensor | np.ndarray[Any, Any]) -> str:
 
 
 def of_method(method: Method[Any]) -> dict[str, Any]:
-    """A method and its arguments; of functions of k also the first value."""
+    """A method and its arguments; for functions of k also their first value."""
     names = [field.name for field in fields(method)] if is_dataclass(method) else list(vars(method))
     found: dict[str, Any] = {"kind": type(method).__qualname__}
     for name in names:
@@ -98,7 +98,7 @@ def of_optimizers(state: State) -> dict[str, Any]:
 
 
 def _of_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its kind, and the numbers with which it begins."""
+    """The kind of a scheduler, and the numbers with which it begins."""
     state = {name: part for name, part in scheduler.state_dict().items() if name[0] != "_"}
     return {"kind": type(scheduler).__qualname__, **described(state)}
 
@@ -108,14 +108,14 @@ def of_variable(variable: Variable) -> dict[str, str]:
     found = {}
     for index, (name, leaf) in enumerate(zip(variable.names, variable.leaves, strict=True)):
         if variable.averaging[index] is Averaging.BY_DDP:
-            name = name.replace(".module.", ".", 1)  # as it is called where nothing is wrapped
+            name = name.replace(".module.", ".", 1)  # its name without the wrapper
         dtype = str(leaf.dtype).removeprefix("torch.")
         found[name.removeprefix(variable.name)] = f"{dtype} {list(variable.global_shape(index))}"
     return found
 
 
 def of_data(data: Any, *, length: bool = True) -> Any:
-    """What data look like; not what is in them, and if so asked not how many there are."""
+    """The structure of data, not its content; without ``length`` not its size either."""
     if isinstance(data, Tensor | np.ndarray):
         return shape_of(data if length else data[:0])
     if isinstance(data, CombinedData):
@@ -137,7 +137,7 @@ def of_data(data: Any, *, length: bool = True) -> Any:
 
 
 def length_of(data: Any) -> int | None:
-    """How many samples there are, or else how many batches; None: that is not known."""
+    """How many samples there are, or else how many batches; None: unknown."""
     if isinstance(data, tuple | Mapping) and data:
         return length_of(next(iter(data.values() if isinstance(data, Mapping) else data)))
     try:
@@ -147,7 +147,7 @@ def length_of(data: Any) -> int | None:
 
 
 def differences(there: Any, here: Any, called: tuple[str, str] = ("there", "here")) -> list[str]:
-    """In words, where two descriptions differ, and what the two are ``called``.
+    """Where two descriptions differ, in words; ``called`` says where each of them stands.
 
     Example:
         >>> differences({"seed": 0, "method": {"lr": 0.1}}, {"seed": 0, "method": {"lr": 0.2}})
@@ -163,10 +163,10 @@ def differences(there: Any, here: Any, called: tuple[str, str] = ("there", "here
 
 
 def _leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """What stands at the ends of a description, by the paths to it."""
+    """The leaves of a description, by their paths."""
     parts: list[tuple[str, Any]] = []
     if isinstance(node, dict) and node:
-        # a key may be a path itself, as that of a tensor in a tree is
+        # A key may be a path itself, as that of a tensor in a tree is.
         parts = [
             (path + key if not path or not key or key[0] in "[." else f"{path}.{key}", part)
             for key, part in node.items()

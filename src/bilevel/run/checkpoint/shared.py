@@ -1,9 +1,9 @@
 """The checkpoint of a run on several ranks: a folder, there whole or not at all.
 
-It goes through ``torch.distributed.checkpoint``: that knows which rank holds which part of which
-tensor, writes what all hold once, and brings the parts to where they are needed when as many or as
-few ranks as there are then read it. What it would pickle, its description of the parts, is JSON
-here, and the files are those of :mod:`bilevel.run.checkpoint.file`, with a checksum each:
+``torch.distributed.checkpoint`` knows which rank holds which part of which tensor, writes only once
+what all ranks hold, and brings the parts to any number of ranks that read them. Its description of
+the parts, which it would pickle, is JSON here, and the files are those of
+:mod:`bilevel.run.checkpoint.file`, with a checksum each:
 
 - ``rank-00000.safetensors``, ...: what each rank wrote, and what it has for itself (``own``): the
   position of its data and its random generators;
@@ -97,9 +97,9 @@ def write_any(path: Path, content: Mapping[str, Any], ranks: Ranks | None) -> No
 
 
 def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
-    """What :func:`write_any` put there, from as many ranks as it may have been; tensors on the CPU.
+    """What :func:`write_any` put there, on any number of ranks; tensors come on the CPU.
 
-    What each rank had for itself comes back only where there are as many ranks now.
+    What each rank had for itself comes back only where there are as many ranks as then.
 
     Raises:
         CheckpointError: there is none, or it is damaged; on every rank.
@@ -134,7 +134,7 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
         options = {"no_dist": True}
     try:
         with warnings.catch_warnings():
-            # that it is not initialised is what was asked for
+            # torch warns where it is not initialised, which is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:
@@ -154,7 +154,7 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """A file, or a folder with what is in it, of which at no moment a part is left."""
+    """Remove a file, or a folder at once: it is renamed first, so that no part of it is read."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -164,7 +164,7 @@ def remove(path: Path) -> None:
 
 
 def _reason(error: Any) -> str:
-    """The first of the reasons that ranks gave."""
+    """The first reason that a rank gave."""
     rank, (reason, _) = next(iter(sorted(error.failures.items())))
     if isinstance(reason, CheckpointError):
         return f"{Path(reason.path).name} on rank {rank}: {reason.reason}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, as a wish to end after the step that is being taken."""
+"""Ctrl-C and SIGTERM end a run after the step that is being taken."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Interrupts:
-    """Inside, the first SIGINT or SIGTERM sets :attr:`asked`; the second does what it always does.
+    """Within this context the first SIGINT or SIGTERM sets :attr:`asked`; the second acts as usual.
 
-    Only the main thread may say what signals do, and only where they would end the program as
-    usual: handlers that somebody else has put there stay.
+    Python lets only the main thread install handlers; handlers that the program has installed
+    stay.
 
     Attributes:
         asked: whether the run is to end.
@@ -40,7 +40,7 @@ class Interrupts:
             signal.signal(*self._before.popitem())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # a terminal also tells the workers of a DataLoader, without which the step could not end
+        # Ctrl-C in a terminal reaches the workers of a DataLoader too, which the step still needs.
         worker = os.getpid() != self._process
         if worker and number == signal.SIGINT:
             return

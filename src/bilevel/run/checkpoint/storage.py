@@ -1,4 +1,4 @@
-"""Where ``torch.distributed.checkpoint`` puts its tensors here, and where it finds them again."""
+"""The storage that ``torch.distributed.checkpoint`` writes its tensors to and reads them from."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Writer(StorageWriter):
     """Writes one file for each rank.
 
     Args:
-        folder: where to.
+        folder: the folder of the checkpoint.
         own: what this rank has for itself.
-        finished: called on the first rank with where everything is, when all have written.
+        finished: called on the first rank when all have written, with the place of each part.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Reader(StorageReader):
     """Reads what :class:`Writer` wrote.
 
     Args:
-        folder: where from.
-        index: where everything is.
+        folder: the folder of the checkpoint.
+        index: the place of each part, as the writer gave it.
 
     Attributes:
-        tensors: the shape and the type of each.
+        tensors: the shape and the type of each tensor.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
