@@ -43,8 +43,17 @@ def solver(problem: bilevel.Problem, scale: Any, **options: Any) -> bilevel.Solv
         if hasattr(problem, name)
     }
     size = {"batch_size": 7} if data else {}
-    method = bilevel.F2SA(**settings, loss_scale=scale)
-    return bilevel.Solver(problem, problem.x0, problem.y0, method=method, **data, **size)
+    accumulate = settings.pop("accumulate", False)
+    return bilevel.Solver(
+        problem,
+        problem.x0,
+        problem.y0,
+        method=bilevel.F2SA(**settings),
+        loss_scale=scale,
+        accumulate=accumulate,
+        **data,
+        **size,
+    )
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=list(VARIANTS))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bilevel
 from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
-from bilevel.engine.compiled import Program, tracing
+from bilevel.engine.compiled import CompiledEvaluator, tracing
 from tests.errors.common import tensors_in
 
 
@@ -65,10 +65,10 @@ def solver(method: Any, *, compile: bool, problem: Problem | None = None, **data
     return Solver(problem or Problem(upper, lower), x0, y0, method=method, compile=compile, **data)
 
 
-def program(run: Solver) -> Program:
-    assert run._program is not None
-    assert run._program._works
-    return run._program
+def program(run: Solver) -> CompiledEvaluator:
+    assert isinstance(run.evaluator, CompiledEvaluator)
+    assert run.evaluator._works
+    return run.evaluator
 
 
 def numbers(value: Any) -> list[Tensor]:

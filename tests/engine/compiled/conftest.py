@@ -39,7 +39,7 @@ def both_ways(
         monkeypatch.setattr(feed, "LARGE", 0)
         threads(2)
     if request.param in few:
-        monkeypatch.setattr(feed, "TOGETHER", few[request.param])
+        monkeypatch.setattr(feed, "GATHERED_BYTES", few[request.param])
     if request.param == "by compiled code":
         prepared = feed.Feed.__init__
 

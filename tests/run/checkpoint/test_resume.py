@@ -123,7 +123,9 @@ def test_compiled_runs_go_on(
     name: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if late:
-        monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state: True)
+        monkeypatch.setattr(
+            "bilevel.engine.compiled.evaluator.may_return_early", lambda state: True
+        )
     whole = bilevel.minimize(**compiled(name), steps=11)
     assert_same(in_parts(tmp_path, compiled(name), [5], 11), whole)
 

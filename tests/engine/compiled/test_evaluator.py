@@ -517,7 +517,7 @@ class _Cliff:
 def test_a_step_that_is_not_waited_for_breaks_later_and_nothing_has_moved(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state: late)
+    monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: late)
     eager, compiled = (
         solver(SCHEMES["forward"], compile=c, problem=Problem(upper, _Cliff()))
         for c in (False, True)
@@ -544,7 +544,7 @@ def test_a_step_that_is_not_waited_for_breaks_later_and_nothing_has_moved(
 def test_steps_that_are_not_waited_for_are_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state: True)
+    monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: True)
     runs = [solver(SCHEMES[name], compile=c) for c in (False, True)]
     assert_same(runs, 40)
     assert len(program(runs[1])._begun) == 0  # the state was read
@@ -557,7 +557,7 @@ def test_terms_may_be_finite_where_their_sum_is_not(
     mistaken: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or compiled code may be mistaken about them: what it did not do is done without it."""
-    monkeypatch.setattr("bilevel.engine.compiled.program.may_be_late", lambda state: late)
+    monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: late)
     if mistaken:
         monkeypatch.setattr(pieces, "finite", lambda phi: torch.isfinite(10 * phi.upper))
     rows = torch.arange(16.0)[:, None]
@@ -592,7 +592,7 @@ def test_history_ends_before_the_step_that_broke(monkeypatch: pytest.MonkeyPatch
     steps = []
     for late in (False, True):
         monkeypatch.setattr(
-            "bilevel.engine.compiled.program.may_be_late", lambda state, is_=late: is_
+            "bilevel.engine.compiled.evaluator.may_return_early", lambda state, is_=late: is_
         )
         with pytest.raises(NonFiniteError) as caught:
             bilevel.minimize(

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from bilevel.engine.watch import Watch
 from torch import Tensor
 
 import bilevel
+from bilevel.engine import eager
+from bilevel.engine.finite import FiniteCheck
 from bilevel.errors import NonFiniteError
-from bilevel.methods import f2sa
-from bilevel.problem import problem as problems
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
 from tests.errors.common import BREAKS, Switch, tensors_in
@@ -28,12 +27,12 @@ METHODS = {
 }
 
 
-class Late(Watch):
+class Late(FiniteCheck):
     """As on a device that should not be waited for, and counting how often it is."""
 
     reads = 0
 
-    def __init__(self, step: int, *, at_once: bool, before: Watch | None = None) -> None:
+    def __init__(self, step: int, *, at_once: bool, before: FiniteCheck | None = None) -> None:
         super().__init__(step, at_once=False, before=before)
 
     def read(self) -> None:
@@ -43,7 +42,7 @@ class Late(Watch):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
-    monkeypatch.setattr(problems, "Watch", Late)
+    monkeypatch.setattr(eager, "FiniteCheck", Late)
     monkeypatch.setattr(Late, "reads", 0)
     return Late
 
@@ -80,7 +79,7 @@ def test_a_good_run_is_the_same(method: Any, monkeypatch: pytest.MonkeyPatch) ->
         return x
 
     at_once = end()
-    monkeypatch.setattr(problems, "Watch", Late)
+    monkeypatch.setattr(eager, "FiniteCheck", Late)
     assert torch.equal(end(), at_once)
 
 
@@ -93,24 +92,38 @@ SKIPPING = {
         lower_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
         upper_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     ),
-    "terms one after another": bilevel.F2SA(
-        inner_steps=2,
-        single_pass=True,
-        accumulate=True,
-        upper_lr=0.1,
-        lower_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
-    ),
 }
+ACCUMULATED = bilevel.F2SA(
+    inner_steps=2,
+    single_pass=True,
+    upper_lr=0.1,
+    lower_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+)
+RUNS = [
+    *(pytest.param(method, False, id=name) for name, method in SKIPPING.items()),
+    pytest.param(ACCUMULATED, True, id="terms one after another"),
+]
 
 
-@pytest.mark.parametrize("method", SKIPPING.values(), ids=list(SKIPPING))
+@pytest.mark.parametrize(("method", "accumulate"), RUNS)
 @pytest.mark.parametrize(("breaks", "message"), BREAKS)
 def test_a_step_that_nobody_waited_for_is_told_by_the_next(
-    late: type[Late], method: Any, breaks: str, message: str, monkeypatch: pytest.MonkeyPatch
+    late: type[Late],
+    method: Any,
+    accumulate: bool,
+    breaks: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
+    monkeypatch.setattr(eager, "can_defer", lambda state: True)
     switch = Switch()
-    solver = bilevel.Solver(switch.problem(breaks), torch.ones(2), torch.zeros(2), method=method)
+    solver = bilevel.Solver(
+        switch.problem(breaks),
+        torch.ones(2),
+        torch.zeros(2),
+        method=method,
+        accumulate=accumulate,
+    )
     for _ in range(3):
         solver.step(measure=False)
     x = solver.x
@@ -129,15 +142,20 @@ def test_a_step_that_nobody_waited_for_is_told_by_the_next(
     assert solver.k == 4
 
 
-@pytest.mark.parametrize("method", SKIPPING.values(), ids=list(SKIPPING))
+@pytest.mark.parametrize(("method", "accumulate"), RUNS)
 def test_a_good_run_that_nobody_waits_for_is_the_same(
-    method: Any, monkeypatch: pytest.MonkeyPatch
+    method: Any, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = bilevel.problems.Quadratic(sigma_g=0.1, seed=2)
 
     def run() -> dict[str, Any]:
         solver = bilevel.Solver(
-            problem, problem.x0, problem.y0, method=method, lower_data=problem.lower_noise
+            problem,
+            problem.x0,
+            problem.y0,
+            method=method,
+            lower_data=problem.lower_noise,
+            accumulate=accumulate,
         )
         for _ in range(9):
             solver.step()
@@ -145,8 +163,8 @@ def test_a_good_run_that_nobody_waits_for_is_the_same(
         return state
 
     at_once = run()
-    monkeypatch.setattr(problems, "Watch", Late)
-    monkeypatch.setattr(f2sa.F2SAState, "may_be_late", True)
+    monkeypatch.setattr(eager, "FiniteCheck", Late)
+    monkeypatch.setattr(eager, "can_defer", lambda state: True)
     torch.testing.assert_close(run(), at_once, rtol=0, atol=0)
 
 
@@ -163,7 +181,7 @@ def test_a_fused_optimizer_skips_what_is_bad_and_scales_the_rest() -> None:
             variable.set_grads([torch.tensor([1.0, 2.0])])
             update.apply(1.0, gain=0.25)
         ends.append(variable.leaves[0].detach().clone())
-        if update.can_stay:
+        if update.can_skip_without_sync:
             before = update.state_dict()
             variable.set_grads([torch.tensor([1.0, math.inf])])
             update.apply(1.0, gain=0.25, bad=torch.tensor(True))
@@ -192,18 +210,18 @@ def _variable(*values: float) -> Variable:
 def test_gradients_and_steps(
     at_once: bool, values: tuple[float, ...], rate: float, quantity: str | None
 ) -> None:
-    watch = Watch(7, at_once=at_once)
+    check = FiniteCheck(7, at_once=at_once)
     variable = _variable(*values)
     if quantity is None:
-        watch.gradients([(variable, rate)])
-        watch.read()
+        check.gradients([(variable, rate)])
+        check.read()
         assert torch.equal(variable.grads()[0], torch.tensor(values))
         return
     with pytest.raises(NonFiniteError, match=rf"^{quantity}.*step 7"):  # noqa: PT012
-        watch.gradients([(variable, rate)])
-        assert watch.bad is not None
-        assert bool(watch.bad)
-        watch.read()
+        check.gradients([(variable, rate)])
+        assert check.bad is not None
+        assert bool(check.bad)
+        check.read()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -218,9 +236,9 @@ def test_gradients_and_steps(
 )
 def test_scalars(at_once: bool, values: tuple[float, ...], quantity: str | None) -> None:
     def look() -> None:
-        watch = Watch(3, at_once=at_once)
-        watch.scalars([torch.tensor(value) for value in values], lambda: ["upper", "lower"])
-        watch.read()
+        check = FiniteCheck(3, at_once=at_once)
+        check.scalars([torch.tensor(value) for value in values], lambda: ["upper", "lower"])
+        check.read()
 
     if quantity is None:
         look()
@@ -251,16 +269,16 @@ def test_of_several_variables_the_first_that_is_bad_is_named(
     y, z = Variable.copy_of([torch.zeros(1), torch.zeros(2)], "y"), _variable(0.0, third)
     y.set_grads([torch.tensor([first]), torch.tensor([0.0, second])])
     z.name, z.gradient_names = "z", ["the gradient of z"]
-    watch = Watch(7, at_once=at_once)
+    check = FiniteCheck(7, at_once=at_once)
     moves = list(zip((y, z), rates, strict=True))
     if quantity is None:
-        watch.gradients(moves)
-        watch.read()
+        check.gradients(moves)
+        check.read()
         return
     message = re.escape(f"{quantity} is not finite at step 7")
     with pytest.raises(NonFiniteError, match=f"^{message}"):  # noqa: PT012
-        watch.gradients(moves)
-        watch.read()
+        check.gradients(moves)
+        check.read()
 
 
 def test_gradients_of_several_types_are_looked_at_together() -> None:
@@ -268,10 +286,10 @@ def test_gradients_of_several_types_are_looked_at_together() -> None:
     for rate, fine in ((1e3, True), (1e5, False)):
         y = Variable.copy_of([torch.zeros(1), torch.zeros(1, dtype=torch.float16)], "y")
         y.set_grads([torch.ones(1), torch.ones(1, dtype=torch.float16)])
-        watch = Watch(0, at_once=False)
-        watch.gradients([(y, rate)])
-        assert watch.bad is not None
-        assert bool(watch.bad) is not fine
+        check = FiniteCheck(0, at_once=False)
+        check.gradients([(y, rate)])
+        assert check.bad is not None
+        assert bool(check.bad) is not fine
 
 
 def test_what_was_noted_may_be_written_over_before_it_is_read() -> None:
@@ -280,15 +298,15 @@ def test_what_was_noted_may_be_written_over_before_it_is_read() -> None:
     y = Variable.copy_of(torch.zeros(2), "y")
     y.set_grads([gradient])
     for quantity, note in (
-        ("upper", lambda watch: watch.scalars([value], lambda: ["upper"])),
-        ("lower", lambda watch: watch.numbers(["lower"], [value])),
-        ("the gradient of y", lambda watch: watch.gradients([(y, 0.1)])),
+        ("upper", lambda check: check.scalars([value], lambda: ["upper"])),
+        ("lower", lambda check: check.numbers(["lower"], [value])),
+        ("the gradient of y", lambda check: check.gradients([(y, 0.1)])),
     ):
-        watch = Watch(0, at_once=False)
+        check = FiniteCheck(0, at_once=False)
         value.fill_(math.nan)
         gradient.fill_(math.inf)
-        note(watch)
+        note(check)
         value.fill_(1.0)
         gradient.fill_(1.0)
         with pytest.raises(NonFiniteError, match=f"^{quantity} is not finite"):
-            watch.read()
+            check.read()
