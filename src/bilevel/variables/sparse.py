@@ -42,9 +42,8 @@ def row_sparse_gradient(
 def empty_sparse_gradient(leaf: Tensor) -> Tensor:
     """The sparse gradient of a leaf of which no row was looked up."""
     rows = torch.empty(0, dtype=torch.int64, device=leaf.device)
-    return row_sparse_gradient(
-        rows, leaf.new_empty((0, *leaf.shape[1:])), leaf.shape, coalesced=True
-    )
+    values = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    return row_sparse_gradient(rows, values, leaf.shape, coalesced=True)
 
 
 def to_row_sparse(gradient: Tensor) -> Tensor:
