@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import benchmarks
 import bilevel
 from bilevel.data import cache_folder
 from bilevel.errors import BilevelError
@@ -32,6 +31,7 @@ EXTRA: Mapping[str, tuple[str, ...]] = {
 """Further packages, installed one after another, so that a failure leaves out only that one."""
 
 _RECORD = "installed.json"
+_CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class Environment:
         """The variables of its processes: this checkout's packages, and one thread each."""
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                str(Path(str(package.__file__)).parents[1]) for package in (benchmarks, bilevel)
-            ),
+            "PYTHONPATH": os.pathsep.join([str(_CHECKOUT), str(Path(bilevel.__file__).parents[1])]),
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",

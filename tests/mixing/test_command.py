@@ -155,7 +155,7 @@ def test_sources_have_to_be_named(given: list[str], message: str) -> None:
 
 
 def test_the_demo_brings_its_own_texts(texts: dict[str, Path], tmp_path: Path) -> None:
-    assert "leave --source and --target out" in run(texts, tmp_path / "out", "--demo", code=2)
+    assert "omit --source and --target" in run(texts, tmp_path / "out", "--demo", code=2)
     result = runner.invoke(app, ["mix", "--source", "a=b.txt"])
     assert result.exit_code == 2
     assert "--target" in result.output

@@ -57,7 +57,7 @@ def mix(
     files = _load_files()
     if demo and (source or target is not None):
         raise typer.BadParameter(
-            "brings its own texts; leave out --source and --target", param_hint="--demo"
+            "brings its own texts; omit --source and --target", param_hint="--demo"
         )
     if demo:
         folder.check(out, overwrite)
