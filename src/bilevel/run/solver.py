@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bilevel.engine.compiled import program_for
+from bilevel.engine.compiled import Program, program_for
 from bilevel.engine.ranks import GroupChoice, TeamProblem, team_of
 from bilevel.errors import CompileWarning, DataExhaustedError, NonFiniteError, RunError, warn
 from bilevel.methods import Info, Method, State
@@ -119,7 +119,7 @@ class Solver(Resumable):
             state: State = self.method.init(self._problem, x, y)
             return state
 
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Program | None:
         """The compiled program of a step; None, after a warning, where there can be none."""
         if self.team is None:
             return program_for(self.problem, self.method, self.state, self.draw)
