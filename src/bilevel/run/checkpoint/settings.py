@@ -32,7 +32,7 @@ def described(value: Any) -> Any:
     """``value`` in plain types, such that what is described alike is alike as far as can be told.
 
     Example:
-        >>> from bilevel.sets import Box
+        >>> from bilevel.problem import Box
         >>> described({"x_set": Box(0, 1)})
         {'x_set': {'kind': 'Box', 'low': 0, 'high': 1}}
     """
