@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bilevel.methods import (
-    DescentMethod,
     Descent,
+    DescentMethod,
     Evaluator,
     Info,
     Iterates,

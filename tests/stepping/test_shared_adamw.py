@@ -17,7 +17,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
-from tests.methods.recursions import Array, Oracle
+from tests.methods.common import Array, Oracle
 
 LR, BETA1, BETA2, EPS, DECAY = 0.02, 0.8, 0.95, 1e-6, 0.1
 OPTIONS: dict[str, Any] = {

@@ -17,7 +17,7 @@ import bilevel
 from bilevel.errors import ArgumentTypeError, CheckpointError, StateError
 from bilevel.problems import Quadratic
 from bilevel.stepping.updates import Update
-from tests.methods.recursions import Oracle
+from tests.methods.common import Oracle
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 Made = torch.optim.Optimizer | schedulers.LRScheduler
