@@ -194,5 +194,5 @@ def test_a_method_that_does_not_is_refused(wrong: type[SPABA], property_that_fai
 
 
 def test_what_is_no_method_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a bilevel.Method, not 'f2sa'"):
+    with pytest.raises(TypeError, match=r"must be a bilevel\.Method, not 'f2sa'"):
         check_method("f2sa")  # type: ignore[arg-type]

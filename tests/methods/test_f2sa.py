@@ -25,9 +25,7 @@ SCHEDULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
 @pytest.mark.parametrize("direction", [None, 25, "all"])
-def test_one_backward_pass_of_phi_gives_the_iterates_of_the_paper(
-    coupling: Any, direction: Any
-) -> None:
+def test_one_backward_pass_gives_the_iterates_of_the_paper(coupling: Any, direction: Any) -> None:
     problem = WeightedLogistic(train=30, trusted=25, dim=4)
     method = bilevel.F2SA(**SCHEDULES, inner_steps=3, coupling=coupling)
     assert_equals_its_reference(

@@ -58,10 +58,9 @@ def test_iterates_equal_the_recursion(inner_steps: int, accumulate: bool) -> Non
         upper_lr=UPPER_LR,
         multiplier=LAM,
         inner_steps=inner_steps,
-        accumulate=accumulate,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, accumulate=accumulate)
     expected = recursion(problem, inner_steps)
     for _ in range(60):
         solver.step(measure=False)
@@ -81,7 +80,7 @@ def test_f3sa_without_momentum_is_f2sa_with_it_too() -> None:
         momentum=1.0,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, accumulate=accumulate)
     expected = recursion(problem, 1)
     for _ in range(50):
         solver.step(measure=False)
@@ -111,7 +110,7 @@ def test_a_step_that_is_bad_is_skipped_whole(first: bool) -> None:
     """Also the very first, where no moment is there to be divided by."""
     variable = Variable.copy_of(torch.tensor([1.0, -2.0]), "y")
     update = Update(variable, [None], partial(bilevel.SharedAdamW, **OPTIONS))
-    assert update.can_stay
+    assert update.can_skip_without_sync
     if not first:
         variable.set_grads([torch.tensor([1.0, 2.0])])
         update.apply(1.0, gain=0.25)

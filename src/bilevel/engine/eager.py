@@ -25,6 +25,7 @@ from bilevel.variables import (
     added,
     buffers_kept,
     differentiate,
+    entries,
     held,
     reduced,
     require_finite,
@@ -229,7 +230,7 @@ class EagerEvaluator(Evaluator):
         self._check.average(parts)
 
     def require_finite(self, names: list[str], tensors: list[Tensor]) -> None:
-        require_finite(self._check.step, names, tensors)
+        require_finite(self._check.step, names, entries(tensors))
 
     def report(self, sample: Sample, known: Sequence[tuple[Term, Tensor]] = ()) -> None:
         if self._report is not None:

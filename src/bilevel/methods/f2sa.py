@@ -227,9 +227,10 @@ class F2SA(PaperMethod[F2SAState]):
             at_f = [*copies, centre()] if len(nodes) > len(copies) else copies
             total = x.new_zeros(())
             for u, v, s in zip(stencil.upper, at_f, samples, strict=False):
-                total = total + u * gradient_x(f, x, v, s.upper) if u else total
+                if u:
+                    total = total + u * s.upper_share * gradient_x(f, x, v, s.upper)
             for w, v, s in zip(stencil.lower, copies, samples, strict=False):
-                total = total + lam * w * gradient_x(g, x, v, s.lower)
+                total = total + lam * w * s.lower_share * gradient_x(g, x, v, s.lower)
             return total
 
         for k in count():
@@ -253,8 +254,8 @@ class F2SA(PaperMethod[F2SAState]):
                     for i, v in enumerate(copies)
                 ]
             if d_x is None:
-                (samples,) = draw.direction(nodes, self.shared)
-                d_x = direction(samples)
+                parts = draw.direction(nodes, self.shared)
+                d_x = sum((direction(samples) for samples in parts), x.new_zeros(()))
             x = advance(x, xi_alpha * d_x)
             yield x, copies[stencil.solution] if stencil.solution < len(copies) else centre()
 
