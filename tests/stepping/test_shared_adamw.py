@@ -80,7 +80,7 @@ def test_f3sa_without_momentum_is_f2sa_with_it_too() -> None:
         momentum=1.0,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, accumulate=accumulate)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     expected = recursion(problem, 1)
     for _ in range(50):
         solver.step(measure=False)

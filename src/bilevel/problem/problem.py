@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
-from bilevel.problem.phi import Level
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, buffers_kept, held, is_sharded
@@ -68,10 +67,6 @@ class Problem:
         self.lower = lower
         self.x_set = x_set
         self.y_set = y_set
-
-    def value(self, level: Level, x: Variable, y: Variable, batch: Any) -> Tensor:
-        """F or g at a point, checked to be a scalar."""
-        return self.f(x, y, batch) if level is Level.UPPER else self.g(x, y, batch)
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
         """The upper objective, checked to be a scalar."""

@@ -40,8 +40,7 @@ def by_rows(rows: Tensor, values: Tensor, shape: torch.Size, *, once: bool = Fal
 def untouched(leaf: Tensor) -> Tensor:
     """The sparse gradient of a leaf of which no row was looked up."""
     rows = torch.empty(0, dtype=torch.int64, device=leaf.device)
-    none = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-    return by_rows(rows, none, leaf.shape, once=True)
+    return by_rows(rows, leaf.new_empty((0, *leaf.shape[1:])), leaf.shape, once=True)
 
 
 def every_row(gradient: Tensor) -> Tensor:

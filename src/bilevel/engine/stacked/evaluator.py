@@ -115,7 +115,9 @@ class StackedEvaluator(EagerEvaluator):
                     of_y = stacks[id(term.y)].template
                     with substituted(of_y, leaves[id(term.y)]):
                         batch = own[id(term.batch)]
-                        values.append(self.problem.value(term.level, of_x, of_y, batch))
+                        upper = term.level is Level.UPPER
+                        objective = self.problem.f if upper else self.problem.g
+                        values.append(objective(of_x, of_y, batch))
             return tuple(values)
 
         before = _versions(templates.values())
