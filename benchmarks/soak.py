@@ -119,7 +119,8 @@ def soak(kind: str, steps: int, seed: int, parts: Iterator[Any]) -> Row:
     start, end = (float((problem.solution - x).norm()) for x in (problem.x0, result.x))
     recorded = {name: float(result.history[name][-1]) for name in MEASURED}
     repeated = {name: float(getattr(info, name)) for name in MEASURED}
-    ends = [float((a - b).abs().max()) for a, b in ((solver.x, result.x), (solver.y, result.y))]
+    points = (solver.x, result.x), (solver.lower_solution(), result.y)
+    ends = [float((a - b).abs().max()) for a, b in points]
     return Row(
         kind=kind,
         steps=result.steps,

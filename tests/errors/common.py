@@ -27,10 +27,9 @@ def construct(
     """A solver, good but for what is given; none of its steps is taken."""
     return bilevel.Solver(
         Problem(f, g) if problem is None else problem,
-        options.pop("method", "f2sa"),
         torch.ones(2) if x0 is None else x0,
         torch.zeros(2) if y0 is None else y0,
-        **options,
+        **{"method": "f2sa", **options},
     )
 
 

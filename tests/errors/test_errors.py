@@ -133,7 +133,7 @@ REFUSED = {
     "chunks of one batch": Bad(
         lambda: construct(lower_data=rows(), batch_size=2, chunk_size=2),
         ArgumentError,
-        "chunk_size=2.*batch_size=2",
+        "chunk_size=2.*smaller",
     ),
     "chunks for a method without": Bad(
         lambda: construct(method="f3sa", lower_data=rows(), batch_size=2, chunk_size=1),

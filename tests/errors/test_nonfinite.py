@@ -64,7 +64,7 @@ def test_a_number_that_is_not_finite_stops_the_run(method: Any, breaks: str, mes
     assert floats
     assert all(bool(torch.isfinite(t).all()) for t in floats)
     switch.on = False
-    resumed = bilevel.Solver(problem, method, x0, y0)
+    resumed = bilevel.Solver(problem, x0, y0, method=method)
     resumed.load_state_dict(error.state)
     assert resumed.k == 3
     assert torch.equal(resumed.x, good.x)
@@ -81,7 +81,7 @@ def test_a_run_goes_on_from_the_last_finite_state(method: Any) -> None:
     with pytest.raises(NonFiniteError) as caught:
         bilevel.minimize(problem, *start, method=method, steps=6, callback=switch.at(3))
     switch.on = False
-    resumed = bilevel.Solver(problem, method, *start)
+    resumed = bilevel.Solver(problem, *start, method=method)
     assert caught.value.state is not None
     resumed.load_state_dict(caught.value.state)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_an_interrupted_step_leaves_no_gradient_behind(method: Any, failing_call
         if method == BOTH["single pass"]:
             sweep = {}
         return bilevel.Solver(
-            Problem(f, lower), method, torch.ones(2), torch.zeros(2),
+            Problem(f, lower), torch.ones(2), torch.zeros(2), method=method,
             lower_data=torch.arange(6.0).reshape(3, 2), **sweep,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -224,7 +224,10 @@ def test_f3sa_starts_its_estimators_afresh_after_a_step_that_broke(recursion: An
         return value * float("nan") if broken and x.requires_grad else value  # the x phase only
 
     solver = bilevel.Solver(
-        Problem(known.upper, lower), F3SA(momentum=0.1, recursion=recursion), known.x0, known.y0
+        Problem(known.upper, lower),
+        known.x0,
+        known.y0,
+        method=F3SA(momentum=0.1, recursion=recursion),
     )
     steps(solver, 5)
     broken = True

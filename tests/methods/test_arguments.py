@@ -19,7 +19,6 @@ import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
 from bilevel.methods import METHODS, Method
 from bilevel.methods.f2ba import Nesterov
-from bilevel.methods.refusals import REASONS
 from bilevel.stepping.schedules import Constant, Power
 
 METHOD_CLASSES: dict[str, Any] = dict(METHODS)
@@ -83,8 +82,6 @@ VALUES: dict[str, Refused] = {
     "order": all_of(0, 2.5, "2", True),
     "warm_start": FLAG,
     "single_pass": FLAG,
-    "accumulate": types("yes", 1, None, torch.int64),
-    "loss_scale": types(2.0, True, bilevel.LossScale),
     "scheme": CHOICE,
     "coupling": CHOICE,
     "recursion": CHOICE,
@@ -282,10 +279,7 @@ def test_f2ba_says_whose_the_papers_design_is() -> None:
 # Arguments that a method does not have
 
 FOREIGN = [
-    (method, name)
-    for method in METHODS
-    for name in {**VALUES, **REASONS}
-    if name not in arguments_of(method)
+    (method, name) for method in METHODS for name in VALUES if name not in arguments_of(method)
 ]
 
 
@@ -304,15 +298,11 @@ def test_an_argument_of_a_sister_is_refused_with_the_reason(method: str) -> None
 
 REASONED = {
     # what is asked for, and what the reason points at
-    "one copy": ("aid", "coupling", "coupl"),
     "inner steps with momentum": ("f3sa", "inner_steps", "F2SA"),
-    "inner steps of a single loop": ("meha", "inner_steps", "upper_lr"),
-    "scheme": ("f3sa", "scheme", "F2SA.*F2BA"),
-    "momentum": ("f2sa", "momentum", "F3SA.*optimizer"),
-    "accelerated": ("f2ba", "momentum", "acceleration"),
-    "averaged": ("ma-soba", "momentum", "averaging"),
-    "found": ("bome", "multiplier", "multiplier"),
+    "scheme": ("f3sa", "scheme", "F2BA, F2SA"),
+    "momentum": ("f2sa", "momentum", "F3SA"),
     "run": ("f2sa", "batch_size", "bilevel.minimize.*bilevel.Solver"),
+    "execution": ("f2sa", "accumulate", "bilevel.minimize.*bilevel.Solver"),
     "problem": ("f2sa", "x_set", "bilevel.Problem"),
     "one rate": ("f2sa", "lr", "lower_lr.*upper_lr"),
     "slip": ("f2sa", "lower_rl", "lower_lr"),
@@ -359,5 +349,5 @@ def test_a_method_of_the_users_own_decides_for_itself() -> None:
     assert Gentle(gentleness=2.0).gentleness == 2.0
     with pytest.raises(ArgumentTypeError, match=r"inner_steps=2.*Gentle.*F2SA"):
         Gentle(inner_steps=2)  # type: ignore[call-arg]
-    with pytest.raises(ArgumentTypeError, match=r"lower_lr=1.*Own.*calmness"):
+    with pytest.raises(ArgumentTypeError, match=r"lower_lr=1.*Own"):
         Own(lower_lr=1)  # type: ignore[call-arg]

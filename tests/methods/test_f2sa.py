@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.methods.reference import ReferenceF2SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.schedules import Constant, Power
 from bilevel.variables import sparse as rows
-from tests.methods import recursions
-from tests.methods.common import counted_passes
+from tests.methods.common import Oracle, assert_equals_its_reference, counted_passes
 
 GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
 UPPER, LAM = Power(0.3, 20, -0.5), Power(5.0, 20, 0.2)
@@ -25,66 +23,14 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("inner_steps", [1, 7])
-def test_iterates_equal_the_papers_recursion(inner_steps: int) -> None:
-    problem = Quadratic(dim_x=4, dim_y=6, seed=3)
-    method = bilevel.F2SA(**SCHEDULES, inner_steps=inner_steps)
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
-    paper = recursions.f2sa(
-        recursions.Oracle.of(problem),
-        problem.x0.numpy(),
-        problem.y0.numpy(),
-        inner_steps,
-        gamma=GAMMA,
-        alpha=lambda k: float(BETA(k) / LAM(k)),
-        xi_alpha=UPPER,
-        lam=LAM,
-    )
-    for _ in range(1000):
-        solver.step(measure=False)
-        x, y, z = next(paper)
-        np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
-        np.testing.assert_allclose(
-            solver.state.penalised.value.detach().numpy(), y, rtol=0, atol=1e-10
-        )
-        np.testing.assert_allclose(solver.y.numpy(), z, rtol=0, atol=1e-10)
-    assert np.linalg.norm(x - problem.x0.numpy()) > 0.1  # it did go somewhere
-
-
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
 @pytest.mark.parametrize("direction", [None, 25, "all"])
-def test_fused_equals_the_reference_path(coupling: Any, direction: Any) -> None:
+def test_one_backward_pass_gives_the_iterates_of_the_paper(coupling: Any, direction: Any) -> None:
     problem = WeightedLogistic(train=30, trusted=25, dim=4)
-    points = []
-    for cls in (bilevel.F2SA, ReferenceF2SA):
-        solver = bilevel.Solver(
-            problem,
-            problem.x0,
-            problem.y0,
-            method=cls(**SCHEDULES, inner_steps=3, coupling=coupling),
-            upper_data=problem.upper_data,
-            lower_data=problem.lower_data,
-            batch_size=7,
-            direction_batch_size=direction,
-            seed=5,
-        )
-        for _ in range(50):
-            solver.step(measure=False)
-        points.append((solver.x, solver.y, solver.state.penalised.value.detach()))
-    for fused, reference in zip(*points, strict=True):
-        torch.testing.assert_close(fused, reference, rtol=1e-10, atol=1e-12)
-
-
-def test_measuring_does_not_change_the_run() -> None:
-    problem = Quadratic(sigma_f=0.3, sigma_g=0.3)
-    data: dict[str, Any] = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
-    ends = []
-    for measure in (True, False):
-        solver = bilevel.Solver(problem, problem.x0, problem.y0, method="f2sa", **data)
-        for _ in range(20):
-            solver.step(measure=measure)
-        ends.append(solver.x)
-    assert torch.equal(*ends)
+    method = bilevel.F2SA(**SCHEDULES, inner_steps=3, coupling=coupling)
+    assert_equals_its_reference(
+        method, problem, 50, batch_size=7, direction_batch_size=direction, seed=5
+    )
 
 
 def test_info_is_taken_at_one_point() -> None:
@@ -107,25 +53,6 @@ def test_info_is_taken_at_one_point() -> None:
     torch.testing.assert_close(info.direction_norm * 0.1, (solver.x - x).norm())
     # at the penalised copy f would look better than it is
     assert info.upper > upper(x, y, None)
-
-
-def test_single_pass_takes_the_direction_before_the_last_inner_step() -> None:
-    problem = Quadratic(seed=2)
-    method = bilevel.F2SA(**SCHEDULES, inner_steps=3, single_pass=True)
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
-    o = recursions.Oracle.of(problem)
-    x, y, z = problem.x0.numpy(), problem.y0.numpy(), problem.y0.numpy()
-    for k in range(200):
-        lam, alpha = LAM(k), BETA(k) / LAM(k)
-        for t in range(3):
-            if t == 2:
-                direction = o.f_x(x) + lam * (o.g_x(x, y) - o.g_x(x, z))
-            z = z - GAMMA(k) * o.g_y(x, z)
-            y = y - alpha * (o.f_y(y) + lam * o.g_y(x, y))
-        x = x - UPPER(k) * direction
-        solver.step()
-    np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(solver.y.numpy(), z, rtol=0, atol=1e-11)
 
 
 class _Counter:
@@ -199,9 +126,8 @@ def test_terms_one_after_another_are_the_same_run(scheme: Any, coupling: Any) ->
         bilevel.minimize(
             problem, problem.x0, problem.y0, steps=20, batch_size=7, direction_batch_size=11,
             upper_data=problem.upper_data, lower_data=problem.lower_data,
-            method=bilevel.F2SA(
-                0.5, 5.0, multiplier=50.0, scheme=scheme, coupling=coupling, accumulate=one_by_one
-            ),
+            method=bilevel.F2SA(0.5, 5.0, multiplier=50.0, scheme=scheme, coupling=coupling),
+            accumulate=one_by_one,
         )
         for one_by_one in (False, True)
     ]  # fmt: skip
@@ -217,9 +143,9 @@ def test_terms_one_after_another_in_a_single_pass(inner_steps: int) -> None:
             problem, problem.x0, problem.y0, steps=20, batch_size=7,
             upper_data=problem.upper_data, lower_data=problem.lower_data,
             method=bilevel.F2SA(
-                0.5, 5.0, multiplier=50.0, inner_steps=inner_steps, single_pass=True,
-                accumulate=one_by_one,
+                0.5, 5.0, multiplier=50.0, inner_steps=inner_steps, single_pass=True
             ),
+            accumulate=one_by_one,
         )
         for one_by_one in (False, True)
     ]  # fmt: skip
@@ -252,7 +178,8 @@ def test_the_gradient_of_f_is_kept_in_the_given_type(monkeypatch: pytest.MonkeyP
             base.x0,
             base.y0,
             steps=30,
-            method=bilevel.F2SA(0.1, 0.1, inner_steps=2, single_pass=True, accumulate=how),
+            method=bilevel.F2SA(0.1, 0.1, inner_steps=2, single_pass=True),
+            accumulate=how,
         ).x
         for problem, how in ((by_hand, True), (base, torch.bfloat16), (base, True))
     ]
@@ -273,8 +200,13 @@ def test_terms_one_after_another_hold_one_gradient_at_a_time() -> None:
 
     solver: Any = None
     for how in (False, True, torch.bfloat16):
-        method = bilevel.F2SA(0.1, 0.1, inner_steps=1, single_pass=True, accumulate=how)
-        solver = bilevel.Solver(bilevel.Problem(base.upper, lower), base.x0, base.y0, method=method)
+        solver = bilevel.Solver(
+            bilevel.Problem(base.upper, lower),
+            base.x0,
+            base.y0,
+            method=bilevel.F2SA(0.1, 0.1, inner_steps=1, single_pass=True),
+            accumulate=how,
+        )
         seen.clear()
         solver.step(measure=False)
         assert seen == [(True, False), (True, bool(how))]
@@ -305,8 +237,8 @@ def test_terms_one_after_another_hold_one_graph_at_a_time() -> None:
     )
     for one_by_one, expected in ((False, 3), (True, 1)):
         most = 0
-        method = bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True, accumulate=one_by_one)
-        solver = bilevel.Solver(problem, base.x0, base.y0, method=method)
+        method = bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True)
+        solver = bilevel.Solver(problem, base.x0, base.y0, method=method, accumulate=one_by_one)
         alive, most = 0, 0
         solver.step(measure=False)
         assert most == expected
@@ -335,7 +267,7 @@ def test_the_lower_optimizer_sees_directions_in_the_scale_of_g() -> None:
     )
     solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
     solver.step()
-    o = recursions.Oracle.of(problem)
+    o = Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
     moved = solver.state.penalised.value.detach().numpy() - y
     np.testing.assert_allclose(moved, -(o.g_y(x, y) + o.f_y(y) / lam), atol=1e-12)

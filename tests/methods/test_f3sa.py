@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import bilevel
-from bilevel.methods.reference import ReferenceF3SA
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.schedules import Power
-from tests.methods import recursions
+from tests.methods.common import assert_equals_its_reference
 
 GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
 UPPER, LAM = Power(0.1, 20, -0.5), Power(5.0, 20, 0.2)
@@ -23,67 +20,6 @@ SCHEDULES: dict[str, Any] = {
     "upper_lr": UPPER,
     "multiplier": LAM,
 }
-
-
-def _eta(k: int) -> float:
-    return 1.0 if k < 2 else float(ETA(k))
-
-
-class _Recorded:
-    """Noise that remembers what it gave."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.given: list[Tensor] = []
-
-    def __call__(self, generator: torch.Generator) -> Tensor:
-        noise = 0.3 * torch.randn(self.size, generator=generator, dtype=torch.float64)
-        self.given.append(noise)
-        return noise
-
-
-@pytest.mark.parametrize("recursion", ["separate", "combined"])
-def test_iterates_equal_the_papers_recursion(recursion: Any) -> None:
-    problem = Quadratic(dim_x=3, dim_y=4, seed=3)
-    upper, lower = _Recorded(7), _Recorded(7)
-    solver = bilevel.Solver(
-        problem,
-        problem.x0,
-        problem.y0,
-        method=bilevel.F3SA(**SCHEDULES, momentum=ETA, recursion=recursion, coupling="independent"),
-        upper_data=upper,
-        lower_data=lower,
-    )
-    upper.given.clear()  # what construction looked at
-    lower.given.clear()
-    trajectory = []
-    for _ in range(300):
-        solver.step()
-        trajectory.append((solver.x, solver.state.penalised.value.detach().clone(), solver.y))
-    assert len(upper.given) == 2 * 300  # zeta_y, zeta_x
-    assert len(lower.given) == 3 * 300  # phi_y, phi_z, phi_x
-
-    def noises() -> Iterator[recursions.Noise]:
-        for k in range(300):
-            f = [n.numpy() for n in upper.given[2 * k : 2 * k + 2]]
-            g = [n.numpy() for n in lower.given[3 * k : 3 * k + 3]]
-            yield recursions.Noise(f[0], g[0], g[1], f[1], g[2])
-
-    paper = recursions.f3sa(
-        recursions.Oracle.of(problem),
-        problem.x0.numpy(),
-        problem.y0.numpy(),
-        gamma=GAMMA,
-        alpha=lambda k: float(BETA(k) / LAM(k)),
-        xi_alpha=UPPER,
-        lam=LAM,
-        eta=_eta,
-        noises=noises(),
-        combined=recursion == "combined",
-    )
-    for step, expected in zip(trajectory, paper, strict=False):
-        for found, known in zip(step, expected, strict=True):
-            np.testing.assert_allclose(found.numpy(), known, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -148,25 +84,10 @@ def test_full_momentum_weight_is_f2sa_on_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
-def test_fast_path_equals_the_reference_path(coupling: Any) -> None:
+def test_iterates_are_those_of_the_paper(coupling: Any) -> None:
     problem = WeightedLogistic(train=30, trusted=25, dim=4)
-    points = []
-    for cls in (bilevel.F3SA, ReferenceF3SA):
-        solver = bilevel.Solver(
-            problem,
-            problem.x0,
-            problem.y0,
-            method=cls(**SCHEDULES, momentum=ETA, coupling=coupling),
-            upper_data=problem.upper_data,
-            lower_data=problem.lower_data,
-            batch_size=7,
-            seed=5,
-        )
-        for _ in range(80):
-            solver.step(measure=False)
-        points.append((solver.x, solver.y, solver.state.penalised.value.detach()))
-    for fast, reference in zip(*points, strict=True):
-        torch.testing.assert_close(fast, reference, rtol=1e-10, atol=1e-12)
+    method = bilevel.F3SA(**SCHEDULES, momentum=ETA, coupling=coupling)
+    assert_equals_its_reference(method, problem, 80, batch_size=7, seed=5)
 
 
 def test_estimators_have_less_noise_than_gradients() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,6 @@ import torch
 import bilevel
 from bilevel.problem import FORWARD, MIDPOINT, central
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.stepping.schedules import Power
-from tests.methods import recursions
 
 
 @pytest.mark.parametrize(
@@ -112,39 +108,6 @@ def test_at_multiplier_10_the_midpoint_is_20_times_closer_for_the_same_work() ->
         for scheme in ("forward", "midpoint")
     }
     assert errors["forward"] > 20 * errors["midpoint"]
-
-
-BETA, UPPER, LAM = Power(0.3, 20, -0.4), Power(0.2, 20, -0.5), Power(20.0, 20, 0.2)
-
-
-@pytest.mark.parametrize("scheme", ["central", "midpoint"])
-@pytest.mark.parametrize("single_pass", [False, True])
-def test_iterates_equal_a_recursion_by_hand(scheme: Any, single_pass: bool) -> None:
-    problem = Quadratic(dim_x=4, dim_y=6, condition=3.0, seed=3)
-    method = bilevel.F2SA(BETA, UPPER, LAM, inner_steps=3, scheme=scheme, single_pass=single_pass)
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
-    o = recursions.Oracle.of(problem)
-    x, y = problem.x0.numpy(), problem.y0.numpy()
-    up, down = y, y
-
-    def direction(x: Any, up: Any, down: Any, lam: float) -> Any:
-        return o.f_x(x) + lam / 2 * (o.g_x(x, up) - o.g_x(x, down))
-
-    for k in range(300):
-        lam = LAM(k)
-        for t in range(3):
-            if single_pass and t == 2:
-                early = direction(x, up, down, lam)
-            at = ((up + down) / 2, (up + down) / 2) if scheme == "midpoint" else (up, down)
-            pull, push = o.f_y(at[0]) / lam, o.f_y(at[1]) / lam
-            up, down = (
-                up - BETA(k) * (o.g_y(x, up) + pull),
-                down - BETA(k) * (o.g_y(x, down) - push),
-            )
-        x = x - UPPER(k) * (early if single_pass else direction(x, up, down, lam))
-        solver.step()
-    np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(solver.y.numpy(), (up + down) / 2, rtol=0, atol=1e-10)
 
 
 def test_the_report_is_taken_at_the_midpoint() -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from bilevel.engine.watch import Watch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,8 +25,9 @@ from torch.utils.data import (
 )
 
 import bilevel
+from bilevel.engine import EagerEvaluator
 from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, StateError
-from bilevel.problem import FORWARD, Weights, evaluate
+from bilevel.problem import FORWARD, Phi
 from bilevel.sampling import CombinedData, Draw, Indexed, Stream, stream_of, take_rows
 from bilevel.variables import Variable
 
@@ -726,12 +726,13 @@ def measured_noise(multiplier: float, shared: bool, repeats: int = 400) -> float
         Variable.copy_of(LOGISTIC.lower_solution(LOGISTIC.x0), "z"),
     ]
     draw = Draw(stream(None), stream(LOGISTIC.lower_data, 1))
+    evaluator = EagerEvaluator(LOGISTIC, draw)
+    phi = Phi(FORWARD, x, copies, multiplier, shared)
     mean = LOGISTIC.penalised_gradient(LOGISTIC.x0, multiplier)
     total = 0.0
     for _ in range(repeats):
         ((at_y, at_z),) = draw.direction(FORWARD.nodes, shared)
-        phi = evaluate(LOGISTIC, FORWARD, x, copies, [at_y, at_z])
-        phi.backward(Weights(1.0, multiplier), Watch(0, at_once=True))
+        evaluator.backward(evaluator.evaluate(phi, [at_y, at_z]), 1.0, multiplier)
         total += float((x.take_grads()[0] - mean).square().sum())
     return total / repeats
 

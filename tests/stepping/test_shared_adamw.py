@@ -17,7 +17,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
-from tests.methods.recursions import Array, Oracle
+from tests.methods.common import Array, Oracle
 
 LR, BETA1, BETA2, EPS, DECAY = 0.02, 0.8, 0.95, 1e-6, 0.1
 OPTIONS: dict[str, Any] = {
@@ -58,10 +58,9 @@ def test_iterates_equal_the_recursion(inner_steps: int, accumulate: bool) -> Non
         upper_lr=UPPER_LR,
         multiplier=LAM,
         inner_steps=inner_steps,
-        accumulate=accumulate,
         lower_optimizer=partial(bilevel.SharedAdamW, **OPTIONS),
     )
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, accumulate=accumulate)
     expected = recursion(problem, inner_steps)
     for _ in range(60):
         solver.step(measure=False)
@@ -111,7 +110,7 @@ def test_a_step_that_is_bad_is_skipped_whole(first: bool) -> None:
     """Also the very first, where no moment is there to be divided by."""
     variable = Variable.copy_of(torch.tensor([1.0, -2.0]), "y")
     update = Update(variable, [None], partial(bilevel.SharedAdamW, **OPTIONS))
-    assert update.can_stay
+    assert update.can_skip_without_sync
     if not first:
         variable.set_grads([torch.tensor([1.0, 2.0])])
         update.apply(1.0, gain=0.25)

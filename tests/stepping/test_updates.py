@@ -17,7 +17,7 @@ import bilevel
 from bilevel.errors import ArgumentTypeError, CheckpointError, StateError
 from bilevel.problems import Quadratic
 from bilevel.stepping.updates import Update
-from tests.methods.recursions import Oracle
+from tests.methods.common import Oracle
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 Made = torch.optim.Optimizer | schedulers.LRScheduler
@@ -158,10 +158,9 @@ def test_a_hook_that_clips_sees_the_direction_of_each_copy(fused: bool, accumula
         inner_steps=2,
         multiplier=lam,
         upper_lr=0.1,
-        accumulate=accumulate,
         lower_optimizer=clipped(partial(torch.optim.SGD, lr=0.5, fused=fused), bound, seen),
     )
-    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method, accumulate=accumulate)
     o = Oracle.of(problem)
     x, y = problem.x0.numpy(), problem.y0.numpy()
     z, norms = y, []

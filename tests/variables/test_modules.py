@@ -109,6 +109,7 @@ def after(
     problem: bilevel.Problem = PLAIN,
     method: Any = bilevel.F2SA,
     run: dict[str, Any] | None = None,
+    accumulate: bool = False,
     steps: int = 3,
     **options: Any,
 ) -> bilevel.Solver:
@@ -116,7 +117,7 @@ def after(
     if method is bilevel.F2SA:
         options = {"inner_steps": 2, **options}
     options = {"lower_optimizer": partial(torch.optim.AdamW, lr=1e-2), "upper_lr": 0.1, **options}
-    arguments = {"batch_size": 6, **data(), **(run or {})}
+    arguments = {"batch_size": 6, "accumulate": accumulate, **data(), **(run or {})}
     solver = bilevel.Solver(
         problem, torch.zeros(SOURCES), module, method=method(**options), **arguments
     )

@@ -28,6 +28,7 @@ from bilevel.variables import (
     differentiate,
     frozen,
     require_finite,
+    stored_values,
 )
 
 
@@ -229,7 +230,7 @@ class EagerEvaluator(Evaluator):
         self._check.average(parts)
 
     def require_finite(self, names: list[str], tensors: list[Tensor]) -> None:
-        require_finite(self._check.step, names, tensors)
+        require_finite(self._check.step, names, stored_values(tensors))
 
     def report(self, sample: Sample, known: Sequence[tuple[Term, Tensor]] = ()) -> None:
         if self._report is not None:

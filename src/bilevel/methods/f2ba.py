@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
 from bilevel import theory
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import Ability, Limit, Properties
 from bilevel.methods.f2sa import F2SA
-from bilevel.problem import Objective, Problem
-from bilevel.sampling import Draw
+from bilevel.problem import Problem
 from bilevel.stepping import Nesterov, NesterovUpdate, Update
 from bilevel.variables import Variable
 
@@ -127,8 +127,21 @@ class F2BA(F2SA):
             return super().x_update(problem, x)
         return NesterovUpdate(x, problem.x_projections(x), self.acceleration)
 
-    def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
-        """That of F2SA; acceleration is tested where it is defined, on paths of x."""
-        if self.acceleration is not None:
-            raise NotImplementedError
-        return super().reference(f, g, x, y, draw)
+    def _reference_step(self, x0: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """With acceleration: w_k -> w_{k+1} as :class:`Nesterov` defines it."""
+        choices = self.acceleration
+        if choices is None:
+            return super()._reference_step(x0)
+        radius, path = choices.radius, [x0]  # x of every step since the last restart, and before it
+
+        def advance(w: Tensor, change: Tensor) -> Tensor:
+            nonlocal radius
+            path.append(w - change)
+            travel = sum(float(((b - a) ** 2).sum()) for a, b in pairwise(path))
+            if (len(path) - 1) * travel > max(radius, choices.least_radius) ** 2:
+                radius *= choices.decay
+                del path[:-1]
+                return path[-1]
+            return path[-1] + choices.momentum * (path[-1] - path[-2])
+
+        return advance

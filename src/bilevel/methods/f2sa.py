@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import count
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from bilevel import theory
@@ -214,6 +216,7 @@ class F2SA(PaperMethod[F2SAState]):
         stencil = self.stencil
         nodes, strengths, through_centre = stencil.nodes, stencil.strengths, stencil.f_at_centre
         copies, last = [y for _ in stencil.lower], self.inner_steps - 1
+        advance = self._reference_step(x)
 
         def centre() -> Tensor:
             return sum(
@@ -224,9 +227,10 @@ class F2SA(PaperMethod[F2SAState]):
             at_f = [*copies, centre()] if len(nodes) > len(copies) else copies
             total = x.new_zeros(())
             for u, v, s in zip(stencil.upper, at_f, samples, strict=False):
-                total = total + u * gradient_x(f, x, v, s.upper) if u else total
+                if u:
+                    total = total + u * s.upper_share * gradient_x(f, x, v, s.upper)
             for w, v, s in zip(stencil.lower, copies, samples, strict=False):
-                total = total + lam * w * gradient_x(g, x, v, s.lower)
+                total = total + lam * w * s.lower_share * gradient_x(g, x, v, s.lower)
             return total
 
         for k in count():
@@ -250,10 +254,14 @@ class F2SA(PaperMethod[F2SAState]):
                     for i, v in enumerate(copies)
                 ]
             if d_x is None:
-                (samples,) = draw.direction(nodes, self.shared)
-                d_x = direction(samples)
-            x = x - xi_alpha * d_x
+                parts = draw.direction(nodes, self.shared)
+                d_x = sum((direction(samples) for samples in parts), x.new_zeros(()))
+            x = advance(x, xi_alpha * d_x)
             yield x, copies[stencil.solution] if stencil.solution < len(copies) else centre()
+
+    def _reference_step(self, x0: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """How :meth:`reference` moves x from ``x0`` on: (x_k, s_k * direction) -> x_{k+1}."""
+        return torch.sub
 
     def _check_convexity(self, constants: theory.Constants | None) -> None:
         """Refuse a multiplier with which f, pushing copies away, overcomes the convexity of g."""

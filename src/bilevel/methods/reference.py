@@ -54,5 +54,8 @@ def given(sizes: StepSizes) -> tuple[float, float, float, float]:
 def _gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = at.detach().requires_grad_()
-        (found,) = torch.autograd.grad(function(leaf), leaf, allow_unused=True)
+        value = function(leaf)
+        if not value.requires_grad:  # the objective does not depend on it
+            return torch.zeros_like(at)
+        (found,) = torch.autograd.grad(value, leaf, allow_unused=True)
     return torch.zeros_like(at) if found is None else found

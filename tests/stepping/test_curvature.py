@@ -1,0 +1,41 @@
+"""Curvatures from differences of gradients: against known ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bilevel.problems import Quadratic, WeightedLogistic
+from bilevel.stepping.curvature import Curvature, difference, slope_of
+from bilevel.variables import Variable
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_curvature_is_the_largest_eigenvalue(condition: float, scale: float) -> None:
+    problem = Quadratic(dim_y=8, condition=condition, seed=3)
+    x, y = (Variable.copy_of(start, name) for start, name in ((problem.x0, "x"), (problem.y0, "y")))
+    slope = slope_of(lambda x, y, b: scale * problem.g(x, y, b), x, [None])
+    curvature = Curvature(y, seed=0)
+    curvature.refine(slope, y, 8)
+    assert 0.8 * scale < curvature.value < 1.001 * scale  # A's is 1; eight iterations come near
+    curvature.refine(slope, y, 100)
+    assert curvature.value == pytest.approx(scale, rel=1e-4)
+    assert torch.equal(y.value, problem.y0)
+    assert y.leaves[0].grad is None
+
+
+def test_a_difference_of_gradients_is_a_hessian_product() -> None:
+    problem = WeightedLogistic(train=50, trusted=20, dim=4)
+    x, y = Variable.copy_of(problem.x0, "x"), Variable.copy_of(problem.y0 + 0.3, "y")
+    slope = slope_of(problem.g, x, [None])
+    v = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = difference(slope, y, slope(y), v, scale=1.0)
+    point = y.value.detach()
+    hessian: Any = torch.autograd.functional.hessian(
+        lambda at: problem.lower(problem.x0, at, None), point
+    )
+    torch.testing.assert_close(found, hessian @ v, rtol=1e-5, atol=1e-8)
+    assert torch.equal(y.value, point)
