@@ -496,7 +496,6 @@ ALONE: dict[str, tuple[Callable[[], Task], Any, str]] = {
         F2SA(0.1, inner_steps=2),
         r"each run finds upper_lr for itself .* the last in history\['upper_lr'\] of one run$",
     ),
-    "terms one by one": (cleaning, f2sa(0.3, 0.1, accumulate=True), "accumulate=True is to save"),
     "optimizer": (
         cleaning,
         f2sa(0.3, upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.1)),
