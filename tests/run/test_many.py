@@ -488,26 +488,25 @@ ALONE: dict[str, tuple[Callable[[], Task], Any, str]] = {
     "auto": (
         cleaning,
         F2SA(inner_steps=2),
-        r"each run finds lower_lr and upper_lr for itself \('auto'\); give numbers, such as the "
-        r"last in history\['lower_lr'\] and history\['upper_lr'\] of one run$",
+        r"each run finds its rates for itself \('auto'\); give numbers, such as the last in "
+        r"history\['lower_lr'\] and history\['upper_lr'\] of one run$",
     ),
     "auto for x": (
         cleaning,
         F2SA(0.1, inner_steps=2),
-        r"each run finds upper_lr for itself .* the last in history\['upper_lr'\] of one run$",
+        r"each run finds its rates for itself",
     ),
-    "terms one by one": (cleaning, f2sa(0.3, 0.1, accumulate=True), "accumulate=True is to save"),
     "optimizer": (
         cleaning,
         f2sa(0.3, upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.1)),
-        "upper_optimizer keeps a state",
+        "an optimizer keeps a state of its own for each run",
     ),
     "acceleration": (
         cleaning,
         bilevel.F2BA(0.3, 0.1, acceleration=bilevel.Nesterov()),
         "acceleration keeps a state",
     ),
-    "another method": (cleaning, bilevel.F3SA(0.3, 0.1), "F3SA is not one of F2SA and F2BA"),
+    "another method": (cleaning, bilevel.F3SA(0.3, 0.1), "F3SA cannot run many at once"),
     "batches": (loader_task, GIVEN, "lower_data is an iterable of batches"),
     "table": (table_task, GIVEN, "x.values is moved row by row"),
     "dropout": (lambda: cleaning(dropout), GIVEN, "the objectives draw random numbers"),
@@ -595,7 +594,7 @@ def test_all_reasons_are_in_one_warning() -> None:
     (warning,) = caught
     assert "4 of 6 runs" in str(warning.message)
     assert "F3SA" in str(warning.message)
-    assert "finds lower_lr and upper_lr for itself" in str(warning.message)
+    assert "finds its rates for itself" in str(warning.message)
     assert results[0].seconds == results[1].seconds != results[2].seconds
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from bilevel.run.minimize import minimize
 from bilevel.run.results import Results
 from bilevel.run.setup import Sampling
 from bilevel.sampling import DirectionSize, to_device
-
-if TYPE_CHECKING:
-    pass
 
 
 def minimize_many(

@@ -65,7 +65,7 @@ def solver(method: Any, *, compile: bool, problem: Problem | None = None, **data
     return Solver(problem or Problem(upper, lower), x0, y0, method=method, compile=compile, **data)
 
 
-def program(run: Solver) -> CompiledEvaluator:
+def evaluator(run: Solver) -> CompiledEvaluator:
     assert isinstance(run.evaluator, CompiledEvaluator)
     assert run.evaluator._works
     return run.evaluator
@@ -151,7 +151,7 @@ def assert_modules_and_numbers_move(method: Any) -> None:
         for c in (False, True)
     ]  # fmt: skip
     assert_same(runs, 6, rtol=1e-9)
-    program(runs[1])
+    evaluator(runs[1])
     assert runs[1].y[0].norm.num_batches_tracked == 6 * 3
     assert runs[1].x["decay"][0] != -2
     assert runs[1].y[1] != 0

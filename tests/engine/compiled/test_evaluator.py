@@ -24,7 +24,6 @@ import bilevel
 from bilevel import F2SA, Problem, Solver
 from bilevel.engine.compiled import feed, gathering, pieces, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
-from bilevel.methods.reference import ReferenceF2SA
 from bilevel.sampling import TensorRows
 from bilevel.stepping.schedules import Power
 from tests.engine.compiled import common
@@ -37,10 +36,10 @@ from tests.engine.compiled.common import (
     UPPER_DATA,
     assert_modules_and_numbers_move,
     assert_same,
+    evaluator,
     gathered,
     graphs,
     lower,
-    program,
     solver,
     upper,
 )
@@ -53,7 +52,7 @@ from tests.errors.common import BREAKS, Switch, tensors_in
 def test_every_scheme_takes_the_same_steps(method: Any) -> None:
     eager, compiled = solver(method, compile=False), solver(method, compile=True)
     assert_same((eager, compiled), 6)
-    program(compiled)
+    evaluator(compiled)
 
 
 DATA: dict[str, dict[str, Any]] = {
@@ -90,7 +89,7 @@ def test_every_kind_of_data_gives_the_same_samples(name: str, coupling: Any) -> 
         for c in (False, True)
     )
     assert_same((eager, compiled), 6)
-    program(compiled)
+    evaluator(compiled)
 
 
 @graphs
@@ -109,7 +108,7 @@ def test_iterates_stay_in_their_sets(name: str) -> None:
     )
     runs = [solver(SCHEMES[name], compile=c, problem=problem) for c in (False, True)]
     assert_same(runs, 8)
-    program(runs[1])
+    evaluator(runs[1])
     assert runs[1].x.min() == -0.0005
     torch.testing.assert_close(runs[1].y.sum().item(), 0.3)
 
@@ -131,17 +130,17 @@ def test_rates_and_multiplier_change_without_compiling_again() -> None:
     )
     runs = [solver(method, compile=c) for c in (False, True)]
     assert_same(runs, 2)
-    first = program(runs[1]).compilations
+    first = evaluator(runs[1]).compilations
     assert_same(runs, 20)
-    assert program(runs[1]).compilations == first
+    assert evaluator(runs[1]).compilations == first
 
 
 @graphs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", ["x", "y"])
-@pytest.mark.parametrize("undisturbed", [False, True])
+@pytest.mark.parametrize("unchanged", [False, True])
 def test_what_looks_at_values_is_not_compiled(
-    level: str, undisturbed: bool, dtype: torch.dtype
+    level: str, unchanged: bool, dtype: torch.dtype
 ) -> None:
     """In double precision torch knows the values when it traces; they move while nobody asks."""
 
@@ -157,7 +156,7 @@ def test_what_looks_at_values_is_not_compiled(
     ]
 
     def take_steps(run: Solver) -> None:
-        with run.assume_unchanged() if undisturbed else nullcontext():
+        with run.assume_unchanged() if unchanged else nullcontext():
             for _ in range(8):
                 run.step()
 
@@ -199,14 +198,14 @@ def test_a_number_that_the_objectives_use_may_change_between_steps() -> None:
     problem = Problem(upper, weighted)
     runs = [solver(SCHEMES["forward"], compile=c, problem=problem) for c in (False, True)]
     assert_same(runs, 2)
-    first = program(runs[1]).compilations
+    first = evaluator(runs[1]).compilations
     weight[0] = 3.0
     assert_same(runs, 2)
-    assert program(runs[1]).compilations > first
+    assert evaluator(runs[1]).compilations > first
 
 
 @graphs
-def test_undisturbed_steps_ask_once_what_the_objectives_use() -> None:
+def test_steps_that_assume_nothing_changed_ask_once_what_the_objectives_use() -> None:
     weight = [1.0]
 
     def weighted(x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -235,7 +234,7 @@ def test_undisturbed_steps_ask_once_what_the_objectives_use() -> None:
 
 
 @graphs
-def test_what_breaks_in_an_undisturbed_step_is_told_as_ever() -> None:
+def test_what_breaks_in_a_step_that_assumes_nothing_changed_is_reported_as_ever() -> None:
     data = ROWS.clone()
     runs = [
         solver(F2SA(**SETTINGS), compile=c, lower_data=(data, *LOWER_DATA[1:]), batch_size=None)
@@ -288,7 +287,7 @@ def test_a_run_may_change_over_in_either_direction(order: tuple[bool, bool]) -> 
 def test_steps_that_are_found_are_found_alike() -> None:
     runs = [solver(F2SA(inner_steps=3), compile=c) for c in (False, True)]
     assert_same(runs, 30, rtol=1e-8, atol=1e-10)
-    program(runs[1])
+    evaluator(runs[1])
 
 
 def test_a_table_runs_as_it_is_after_one_warning() -> None:
@@ -481,24 +480,30 @@ def test_an_x_direction_that_cannot_be_compiled_goes_on_from_the_inner_steps() -
         assert_same(runs, 3)
 
 
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "f3sa": (bilevel.F3SA(), "F3SA has no compiled form"),
-    "reference": (ReferenceF2SA(**SETTINGS), "ReferenceF2SA has no compiled form"),
-    "accumulate": (F2SA(accumulate=True), "accumulate=True takes the terms apart"),
+UNSUPPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "f3sa": (bilevel.F3SA(), {}, "F3SA cannot run compiled steps"),
     "lower optimizer": (
         F2SA(lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+        {},
         "lower_optimizer decides how y moves",
     ),
+    "accumulate": (F2SA(), {"accumulate": True}, "accumulate takes the terms of Phi apart"),
+    "loss scale": (F2SA(), {"loss_scale": bilevel.LossScale()}, "loss_scale decides after each"),
+    "chunks": (F2SA(), {"chunk_size": 2}, "chunk_size takes minibatches apart"),
 }
 
 
-@pytest.mark.parametrize(("method", "reason"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
-def test_methods_without_a_compiled_form_say_so(method: Any, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "options", "reason"), UNSUPPORTED.values(), ids=list(UNSUPPORTED)
+)
+def test_what_has_no_compiled_form_says_so(
+    method: Any, options: dict[str, Any], reason: str
+) -> None:
     with pytest.warns(CompileWarning, match=reason) as caught:
-        compiled = solver(method, compile=True)
+        compiled = solver(method, compile=True, **options)
     assert len(caught) == 1
     assert caught[0].filename == common.__file__  # where the solver is made
-    eager = solver(method, compile=False)
+    eager = solver(method, compile=False, **options)
     for _ in range(3):
         eager.step()
         compiled.step()
@@ -547,7 +552,7 @@ def test_steps_that_are_not_waited_for_are_the_same(
     monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: True)
     runs = [solver(SCHEMES[name], compile=c) for c in (False, True)]
     assert_same(runs, 40)
-    assert len(program(runs[1])._begun) == 0  # the state was read
+    assert len(evaluator(runs[1])._begun) == 0  # the state was read
 
 
 @graphs
@@ -581,7 +586,7 @@ def test_terms_may_be_finite_where_their_sum_is_not(
             run.step(measure=False)
     for run in runs:
         run.settle()
-    program(runs[1])
+    evaluator(runs[1])
     assert runs[0].k == runs[1].k == 20
     torch.testing.assert_close(runs[1].x, runs[0].x)
     torch.testing.assert_close(runs[1].y, runs[0].y)
@@ -614,7 +619,7 @@ def test_history_ends_before_the_step_that_broke(monkeypatch: pytest.MonkeyPatch
 
 def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.8.1")
-    with pytest.warns(CompileWarning, match=r"torch is 2\.8\.1, and 2\.11 is needed"):
+    with pytest.warns(CompileWarning, match=r"torch is 2\.8\.1, and compiled steps need 2\.11"):
         solver(F2SA(), compile=True)
 
 
@@ -628,7 +633,7 @@ def test_compile_is_yes_or_no(compile: Any) -> None:
 def test_what_was_compiled_goes_with_its_solver() -> None:
     run = solver(SCHEMES["forward"], compile=True)
     run.step()
-    gone = weakref.ref(program(run)._pieces)
+    gone = weakref.ref(evaluator(run)._pieces)
     del run
     gc.collect()
     assert gone() is None
@@ -709,6 +714,6 @@ def test_a_second_thread_gathers_only_where_it_has_the_time(
     threads(count)
     run = solver(F2SA(**{**SETTINGS, "inner_steps": 4}), compile=True)
     run.step()
-    program(run)
+    evaluator(run)
     # 4 inner evaluations and one for x: the first, the second, two, and the last
     assert asked == ([(0, 0), (0, 1), (0, 2), (0, 3)] if helped else [])

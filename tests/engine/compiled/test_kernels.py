@@ -14,7 +14,6 @@ import bilevel
 from bilevel import F2SA, Problem, Solver
 from bilevel.engine.compiled import tracing
 from bilevel.errors import NonFiniteError
-from bilevel.methods.reference import ReferenceF2SA
 from tests.engine.compiled.common import (
     ROWS,
     SCHEMES,
@@ -22,25 +21,27 @@ from tests.engine.compiled.common import (
     assert_modules_and_numbers_move,
     assert_same,
     compiler,
+    evaluator,
     gathered,
+    lower,
     numbers,
-    program,
     solver,
+    upper,
 )
 
 
 @compiler
 @gathered
-def test_kernels_take_the_steps_of_the_reference_path_in_double_precision() -> None:
+def test_kernels_take_the_steps_of_the_reference_in_double_precision() -> None:
     method = F2SA(**SETTINGS)
-    known = solver(ReferenceF2SA(**SETTINGS), compile=False)
+    start = solver(method, compile=False)
+    known = method.reference(upper, lower, start.x, start.y, start.draw)
     found = solver(method, compile=True)
     for _ in range(100):
-        known.step()
+        iterates = next(known)
         found.step(measure=False)
-    assert program(found).compilations == 2
-    for variable in ("x", "y"):
-        a, b = getattr(found, variable), getattr(known, variable)
+    assert evaluator(found).compilations == 2
+    for a, b in zip((found.x, found.y), iterates, strict=True):
         assert (a - b).norm() <= 1e-10 * b.norm()
 
 
@@ -73,7 +74,7 @@ def test_kernels_take_the_steps_of_eager_code_in_single_precision() -> None:
     for _ in range(100):
         for run in runs:
             run.step(measure=False)
-    program(runs[1])
+    evaluator(runs[1])
     for a, b in zip(numbers([runs[1].x, runs[1].y]), numbers([runs[0].x, runs[0].y]), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
@@ -100,7 +101,7 @@ def test_the_list_of_another_trace_leaves_nothing_out() -> None:
         for c in (False, True)
     ]  # fmt: skip
     assert_same(runs, 6)
-    assert program(runs[1])
+    assert evaluator(runs[1])
     assert TensorifyState.empty()  # nor is anything left out of what others compile
 
 
@@ -138,7 +139,7 @@ def test_small_steps_run_on_one_thread_and_large_ones_on_all(
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     run.step(measure=False)
-    assert program(run).compilations == 2
+    assert evaluator(run).compilations == 2
     assert made_for == [1 if alone else 7] * 2
     assert seen[:1] == ([1] if alone else [])
     assert seen[-1:] == ([7] if alone else [])

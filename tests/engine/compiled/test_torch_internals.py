@@ -22,9 +22,9 @@ from tests.engine.compiled.common import (
     SETTINGS,
     assert_same,
     compiler,
+    evaluator,
     graphs,
     lower,
-    program,
     solver,
     upper,
 )
@@ -91,7 +91,7 @@ def test_without_the_shortcuts_steps_are_compiled_as_well(monkeypatch: pytest.Mo
     monkeypatch.setattr(internals, "tried", lambda: False)
     runs = [solver(F2SA(**SETTINGS), compile=c) for c in (False, True)]
     assert_same(runs, 3)
-    assert program(runs[1]).compilations == 3
+    assert evaluator(runs[1]).compilations == 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch while it is imported
@@ -152,7 +152,7 @@ def test_constant_tensors_reach_the_kernels() -> None:
     problem = Problem(upper, weighted)
     runs = [solver(F2SA(**SETTINGS), compile=c, problem=problem) for c in (False, True)]
     assert_same(runs, 4)
-    program(runs[1])
+    evaluator(runs[1])
 
 
 @compiler
@@ -173,7 +173,7 @@ def test_all_is_begun_before_any_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     runs = [solver(F2SA(**SETTINGS), compile=c) for c in (False, True)]
     with fresh_cache():
         assert_same(runs, 2)
-    assert program(runs[1]).compilations == 3  # the inner step, that of x, and what is reported
+    assert evaluator(runs[1]).compilations == 3  # the inner step, that of x, and what is reported
     assert events == ["begun"] * 3 + ["waited for"] * 3
 
 

@@ -77,7 +77,7 @@ def batches(seed: int, dtype: torch.dtype, part: slice, of: int = 8) -> list[Any
 METHODS: dict[str, bilevel.methods.Method[Any]] = {
     "F2SA": bilevel.F2SA(lower_lr=0.1, upper_lr=0.5, inner_steps=3),
     "F2SA, one pass, one term at a time": bilevel.F2SA(
-        lower_lr=0.1, upper_lr=0.5, inner_steps=3, single_pass=True, accumulate=True
+        lower_lr=0.1, upper_lr=0.5, inner_steps=3, single_pass=True
     ),
     "F2SA, midpoint": bilevel.F2SA(lower_lr=0.1, upper_lr=0.5, inner_steps=3, scheme="midpoint"),
     "F2SA, AdamW": bilevel.F2SA(
@@ -88,10 +88,15 @@ METHODS: dict[str, bilevel.methods.Method[Any]] = {
 }
 
 
+def how(method: str) -> dict[str, Any]:
+    """The arguments of a run by a method of the list."""
+    options = {"accumulate": True} if "one term at a time" in method else {}
+    return {"method": METHODS.get(method, method), **options}
+
+
 def solve(
     kind: str, method: str, dtype: torch.dtype, part: slice, steps: int = 6, **options: Any
 ) -> bilevel.Result:
-    options = {"method": METHODS.get(method, method), **options}
     return bilevel.minimize(
         bilevel.Problem(upper, lower),
         torch.zeros(SAMPLES, dtype=dtype),
@@ -99,7 +104,7 @@ def solve(
         upper_data=batches(1, dtype, part),
         lower_data=batches(2, dtype, part),
         steps=steps,
-        **options,
+        **{**how(method), **options},
     )
 
 

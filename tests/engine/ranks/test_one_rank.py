@@ -55,7 +55,7 @@ def _sampled(
         upper_data=data,
         lower_data=data,
         batch_size=4,
-        method=METHODS[method],
+        **tasks.how(method),
         steps=steps,
         checkpoint=checkpoint,
         **options,
