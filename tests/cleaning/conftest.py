@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 PATIENCE_MS = 60_000  # Playwright's own 30 seconds are too few on a machine with other work.
 FLAGS = [
@@ -55,12 +55,17 @@ def page(browser: Browser) -> Iterator[Page]:
     page = context.new_page()
     problems: list[str] = []
     requests: list[str] = []
+
+    def dismiss(dialog: Dialog) -> None:
+        problems.append(dialog.message)
+        dialog.dismiss()
+
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on(
         "console",
         lambda said: problems.append(said.text) if said.type in ("error", "warning") else None,
     )
-    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    page.on("dialog", dismiss)
     page.on("request", lambda request: requests.append(request.url))
     yield page
     own = page.url.partition("#")[0]

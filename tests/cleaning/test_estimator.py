@@ -24,6 +24,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 NAMES = np.array(["ant", "bee", "cat"])
 
 
+@pytest.mark.slow
 @parametrize_with_checks([LabelCleaner()])  # type: ignore[untyped-decorator]
 def test_scikit_learn(estimator: Any, check: Any) -> None:
     check(estimator)

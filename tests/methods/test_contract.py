@@ -148,14 +148,19 @@ def test_keeps_the_contract(case: Case, check: str) -> None:
     CHECKS[check](_short(case))
 
 
-FINDS = [
-    pytest.param(case, marks=pytest.mark.slow) if case.name == "bome" else case  # 3,000 long steps
-    for case in CASES
-    if case.name != "no-bilevel"
-]
+def quick(names: str, of: list[Any]) -> list[Any]:
+    """The cases, of which those of other methods are slow: these take thousands of steps."""
+    return [
+        case if case.name in names.split() else pytest.param(case, marks=pytest.mark.slow)
+        for case in of
+        if case.name != "no-bilevel"
+    ]
 
 
-@pytest.mark.parametrize("case", FINDS, ids=str)
+QUICK = "f2sa f3sa f2ba sobo soba ma-soba aid itd"  # unlike bome, vpbgd and meha
+
+
+@pytest.mark.parametrize("case", quick(QUICK, CASES), ids=str)
 def test_finds_the_optimum(case: Case) -> None:
     problem = Quadratic(seed=0)
     solver = bilevel.Solver(problem, problem.x0, problem.y0, method=case.method())
@@ -229,7 +234,7 @@ NOISY = [
 ]
 
 
-@pytest.mark.parametrize("case", NOISY, ids=str)
+@pytest.mark.parametrize("case", quick("f3sa soba aid", NOISY), ids=str)
 def test_finds_the_optimum_through_noise_in_both_levels(case: Noisy) -> None:
     # four runs side by side, each with its own noise (in BOME they have one multiplier)
     problem = Quadratic(condition=3.0, sigma_f=0.2, sigma_g=0.2, runs=(4,), seed=0)

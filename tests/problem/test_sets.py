@@ -256,6 +256,7 @@ def projected_descent(
     raise AssertionError("the reference did not converge")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 @pytest.mark.parametrize(("x_set", "reference"), SETS.values(), ids=list(SETS))
 def test_x_stays_inside_and_finds_the_constrained_optimum(

@@ -34,6 +34,7 @@ def softened(y: Tensor) -> tuple[Tensor, Tensor]:
     return value.sum(), scales * torch.tanh(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [quadratic, softened])
 @pytest.mark.parametrize("memory", [3, 20])
 def test_the_minimiser_is_found_to_the_tolerance(function, memory) -> None:

@@ -66,6 +66,7 @@ def test_steps_that_are_found_give_no_sign(name: str, scale: float) -> None:
     run(name, problem, x0=start, y0=start, steps=150, on_divergence="raise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (guard, signs):
@@ -240,6 +241,7 @@ MENDED += ["a penalty step beyond 2/L", "f too strong for the multiplier"]
 MENDED += ["a step of x that is too long"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MENDED)
 def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     options, _ = DIVERGING[name]

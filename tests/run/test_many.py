@@ -188,6 +188,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
 @pytest.mark.parametrize("options", SAMPLING.values(), ids=list(SAMPLING))
 def test_every_sampling_gives_the_runs_of_minimize(options: Any, coupling: Any) -> None:

@@ -113,6 +113,7 @@ def test_between_one_rank_and_two(two: Ranks, kind: str, tmp_path: Path) -> None
         torch.testing.assert_close(y, whole[1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_from_two_ranks_to_four(two: Ranks, tmp_path: Path) -> None:
     for kind in ("DDP", "FSDP2"):
         two.run(_of_ranks, 2, tmp_path / kind, 8, kind)

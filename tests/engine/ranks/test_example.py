@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "data_parallel.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [[], [*TORCHRUN, "--nproc-per-node=1"], [*TORCHRUN, "--nproc-per-node=2"]],

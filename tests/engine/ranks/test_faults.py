@@ -279,6 +279,7 @@ def _within(function: str) -> bool:
     return any(frame.name == function for frame in traceback.extract_stack())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [False, True], ids=["in a step", "while a checkpoint is made"])
 @pytest.mark.parametrize("kind", ["plain module", "DDP", "FSDP2"])
 def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_bits(

@@ -110,7 +110,7 @@ def variable(name: str) -> list[Refused]:
     """What cannot be moved."""
     both = ArgumentTypeError, ArgumentError
     values = None, 1.0, np.ones(5), torch.arange(5), {"a": torch.ones(2), "b": 3}
-    no_leaf = [], torch.ones(5, device="meta")
+    no_leaf: tuple[Any, ...] = [], torch.ones(5, device="meta")
     return bad(*values, error=both, named=rf"^{name}0?\b") + bad(*no_leaf, named=rf"^{name}0?\b")
 
 
