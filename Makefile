@@ -17,6 +17,7 @@ test-all: lint types whole
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 types: $(INSTALLED)
 	$(BIN)/mypy

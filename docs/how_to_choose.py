@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bilevel import METHODS
+from bilevel.methods import Ability
 
 PAGE = Path(__file__).parent / "how-to-choose.md"
 TEMPLATE = Path(__file__).parent / "how-to-choose.in.md"
@@ -30,9 +31,35 @@ def table() -> str:
     return "\n".join(rows)
 
 
+ABILITIES = {
+    Ability.LOWER_OPTIMIZER: "`lower_optimizer`",
+    Ability.UPPER_OPTIMIZER: "`upper_optimizer`",
+    Ability.CONSTRAINED_LOWER: "solutions on the boundary of `y_set`",
+    Ability.SPARSE_STEPS: "steps of a `Table` that cost its rows",
+    Ability.COMPILE: "`compile`",
+    Ability.STACK: "`minimize_many` at once",
+    Ability.RANKS: "several ranks",
+    Ability.CHUNKS: "`chunk_size`",
+    Ability.ACCUMULATE: "`accumulate`, `loss_scale`",
+}
+
+
+def abilities() -> str:
+    """What each method can do, one row per method."""
+    rows = [
+        f"| | {' | '.join(ABILITIES.values())} |",
+        f"|---|{'---|' * len(ABILITIES)}",
+    ]
+    for method in METHODS.values():
+        can = ("yes" if ability in method.properties.abilities else "" for ability in ABILITIES)
+        rows.append(f"| `{method.__name__}` | {' | '.join(can)} |")
+    return "\n".join(rows)
+
+
 def page() -> str:
     """The whole page."""
-    return TEMPLATE.read_text().replace("TABLE", table())
+    text = TEMPLATE.read_text()
+    return text.replace("TABLE", table()).replace("ABILITIES", abilities())
 
 
 if __name__ == "__main__":

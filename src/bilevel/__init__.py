@@ -7,6 +7,7 @@ algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result wit
 :func:`check_hypergradient`.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,10 @@ __all__ = [
     "testing",
     "theory",
 ]
+
+# These modules live in their rooms and are public under short names: `from bilevel.sets import Box`.
+for _name in ("distributed", "loggers", "schedules", "sets"):
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 
 _LATER_MODULES = {
     "cleaning": "bilevel.cleaning",

@@ -245,10 +245,6 @@ DENSE: dict[str, Any] = {
 }
 
 
-def test_every_method_is_covered() -> None:
-    assert {name.partition(",")[0] for name in SETTINGS | DENSE} == set(METHODS)
-
-
 @pytest.mark.parametrize("name", SETTINGS | DENSE)
 @pytest.mark.parametrize(
     "options",
