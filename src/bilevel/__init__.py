@@ -96,7 +96,7 @@ __all__ = [
     "theory",
 ]
 
-# These modules live in their rooms and are public under short names: `from bilevel.sets import Box`.
+# Modules that live in their rooms and are public under a short name: `from bilevel.sets import Box`.
 for _name in ("distributed", "loggers", "schedules", "sets"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 

@@ -24,7 +24,6 @@ from bilevel.errors import (
     RowError,
     StateError,
 )
-from bilevel.methods import METHODS
 from bilevel.problem import Ball, Box, Rows, Simplex
 from bilevel.variables import GradientSum, Variable, add_gradients, sum_gradients
 
