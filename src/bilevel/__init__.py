@@ -96,7 +96,7 @@ __all__ = [
     "theory",
 ]
 
-# Modules that live in their rooms and are public under a short name: `from bilevel.sets import Box`.
+# Modules that are public under a shorter name than that of their room: `bilevel.sets`.
 for _name in ("distributed", "loggers", "schedules", "sets"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 
