@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bilevel.cleaning.files import write
 from bilevel.experiments import digits
 
 PICTURE = Path(__file__).parent / "report.png"
@@ -27,7 +28,7 @@ def draw(picture: Path = PICTURE) -> None:
     _, found = digits.clean()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found.write(folder / "demo")
+        write(found, folder / "demo")
         subprocess.run(
             [
                 *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
