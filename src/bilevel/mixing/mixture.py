@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from bilevel.data.output import printable, read_description, written
-from bilevel.errors import ArgumentError, InputError, MissingExtraError
+from bilevel.errors import ArgumentError, InputError
 from bilevel.errors.checks import checked_path
 from bilevel.errors.extras import needed
 from bilevel.mixing.plot import draw
@@ -59,10 +59,8 @@ class Mixture:
 
     def to_frame(self) -> pd.DataFrame:
         """The history as a pandas DataFrame."""
-        try:
+        with needed("pandas", "pandas"):
             import pandas as pd
-        except ImportError:
-            raise MissingExtraError("pandas", "pandas") from None
         return pd.DataFrame(self.history)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
