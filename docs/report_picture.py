@@ -13,6 +13,7 @@ import torch
 from playwright.sync_api import ViewportSize, sync_playwright
 
 from bilevel.cleaning.files import write
+from bilevel.cleaning.files import write
 from bilevel.experiments import digits
 
 PICTURE = Path(__file__).parent / "report.png"
@@ -30,7 +31,7 @@ def draw(picture: Path = PICTURE) -> None:
     _, found = digits.clean()
 <<<<<<< HEAD
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
-        found.write(Path(name) / "demo")
+        write(found, Path(name) / "demo")
         browser = playwright.chromium.launch(
             executable_path=chromium,
             args=["--disable-gpu", "--disable-background-networking", "--no-first-run"],
