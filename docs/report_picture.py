@@ -13,7 +13,6 @@ import torch
 from playwright.sync_api import ViewportSize, sync_playwright
 
 from bilevel.cleaning.files import write
-from bilevel.cleaning.files import write
 from bilevel.experiments import digits
 
 PICTURE = Path(__file__).parent / "report.png"
@@ -29,27 +28,11 @@ def draw(picture: Path = PICTURE) -> None:
         )
     torch.set_num_threads(1)  # as the demo does
     _, found = digits.clean()
-<<<<<<< HEAD
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         write(found, Path(name) / "demo")
         browser = playwright.chromium.launch(
             executable_path=chromium,
             args=["--disable-gpu", "--disable-background-networking", "--no-first-run"],
-=======
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(found, folder / "demo")
-        subprocess.run(
-            [
-                *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--disable-background-networking", f"--user-data-dir={folder / 'profile'}"),
-                f"--window-size={SIZE[0]},{SIZE[1]}",
-                f"--screenshot={picture.absolute()}",
-                (folder / "demo" / "report.html").as_uri(),
-            ],
-            check=True,
-            capture_output=True,
->>>>>>> h-clean
         )
         page = browser.new_page(viewport=SIZE)
         page.goto((Path(name) / "demo" / "report.html").as_uri())
