@@ -156,7 +156,7 @@ REFUSED = {
         "lower_data.* 5 ",
     ),
     "scale of another kind": Bad(
-        lambda: construct(method=bilevel.F2SA(loss_scale=1024.0)), ArgumentTypeError, "loss_scale"
+        lambda: construct(loss_scale=1024.0), ArgumentTypeError, "loss_scale"
     ),
     "optimizer of other things": Bad(
         lambda: construct(

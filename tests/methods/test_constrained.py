@@ -222,7 +222,7 @@ def test_where_a_set_binds_bomes_multiplier_settles_at_a_multiple_of_eta() -> No
         method = BOME(**{**BARRIER, "inner_steps": 10, "eta": eta})
         solver = bilevel.Solver(problem, setting.x0, setting.y0, method=method)
         infos = [solver.step(measure=False) for _ in range(200)]
-        return infos[99].multiplier, infos[199].multiplier, solver.x.numpy()
+        return float(infos[99].multiplier), float(infos[199].multiplier), solver.x.numpy()
 
     setting = SETTINGS["simplex"]
     multipliers, errors = [], []

@@ -426,7 +426,7 @@ class NotAPenaltyMethod(Method[Any]):
     def init(self, problem: Problem, x: Any, y: Any) -> Any:
         raise NotImplementedError
 
-    def step(self, problem: Problem, state: Any, draw: Any, *, measure: bool = True) -> Any:
+    def step(self, evaluator: Any, state: Any, sizes: Any) -> Any:
         raise NotImplementedError
 
 
