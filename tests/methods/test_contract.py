@@ -162,7 +162,7 @@ def test_finds_the_optimum(case: Case) -> None:
     solver = bilevel.Solver(problem, problem.x0, problem.y0, method=case.method())
     for _ in range(case.steps):
         solver.step(measure=False)
-        if methods.left(problem, solver) <= methods.TARGET:
+        if methods.remaining(problem, solver) <= methods.TARGET:
             return
     pytest.fail(f"not within {case.steps} steps")
 
