@@ -39,6 +39,7 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_wrong_labels_are_found() -> None:
     rows = [row for row in cleaning.run() if row.method == "LabelCleaner"]
     assert [(row.data, row.noise) for row in rows] == [

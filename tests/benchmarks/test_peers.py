@@ -251,6 +251,7 @@ def test_the_command_races_in_processes_and_reports_who_could_not(
     assert absent["failure"] == "jax: no wheel for this machine"
 
 
+@pytest.mark.slow
 def test_a_run_is_timed_again_at_the_same_steps(problem: HyperCleaning, tmp_path: Path) -> None:
     race.task_of(problem).save(tmp_path)
     near = Judge(problem, float(problem.value(problem.x0)) - 1e-4)  # and so soon reached

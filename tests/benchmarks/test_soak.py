@@ -21,6 +21,7 @@ def test_nothing_grows_and_nothing_drifts() -> None:
         assert row.end_kb - row.start_kb < 20_000  # ten kilobytes a step would show
 
 
+@pytest.mark.slow
 def test_drift_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "METHOD", F2SA(0.3, 0.01, inner_steps=1))
     honest = Solver.step

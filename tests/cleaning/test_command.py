@@ -265,6 +265,7 @@ def test_labels_of_any_kind_are_text(animals: Animals, tmp_path: Path, kind: Any
     assert labels.tolist() == [wanted[int(k == 1)] for k in animals.true]
 
 
+@pytest.mark.slow
 def test_threshold_and_seed(animals: Animals, tmp_path: Path) -> None:
     paths = animals.write_npz(tmp_path)
     found = {}

@@ -99,6 +99,7 @@ def test_runs_come_back_as_they_were(tmp_path: Path) -> None:
     assert repr(ledger.part("a", never, from_json=Run.from_json)) == repr(run)
 
 
+@pytest.mark.slow
 def test_the_command_goes_on(tmp_path: Path) -> None:
     def command(*more: str) -> Any:
         folder = tmp_path / "kept"

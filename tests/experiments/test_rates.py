@@ -9,6 +9,7 @@ from bilevel.experiments.rates import INSTANCES, SETTINGS, measure, method_for
 from bilevel.problems import Quadratic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "regime"),
     [("f2sa", "deterministic"), ("f3sa", "deterministic"), ("f3sa", "upper-noise")],
@@ -18,6 +19,7 @@ def test_where_the_bias_dominates_the_rate_is_the_theorems(algorithm: str, regim
     assert curve.slope == pytest.approx(theory.REGIMES[algorithm][regime].slope, abs=0.05)
 
 
+@pytest.mark.slow
 def test_with_noise_the_rate_is_at_least_the_theorems() -> None:
     curve = measure("f2sa", "stochastic", INSTANCES["noise"], steps=2000, runs=64, seed=0)
     slope = theory.REGIMES["f2sa"]["stochastic"].slope
