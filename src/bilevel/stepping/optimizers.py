@@ -50,7 +50,7 @@ def skippable_step(optimizer: Any, gain: float, bad: Tensor | None) -> None:
     pass that it makes over the gradients anyway. Its pre-step hooks, which may clip, must see the
     gradients that it steps along, so with hooks the gain is applied first.
     """
-    if optimizer.plain_step_pre_hooks and gain != 1.0:
+    if optimizer._optimizer_step_pre_hooks and gain != 1.0:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         torch._foreach_mul_(grads, gain)
         gain = 1.0
