@@ -6,7 +6,8 @@ compare equal when they are the same function.
 
 Example:
     >>> import bilevel
-    >>> rate = bilevel.schedules.Power(0.5, offset=10, exponent=-0.5)   # 0.5 * ((k + 10) / 10) ** -0.5
+    >>> rate = bilevel.schedules.Power(0.5, offset=10, exponent=-0.5)
+    >>> # rate(k) is 0.5 * ((k + 10) / 10) ** -0.5
     >>> rate(0), rate(30)
     (0.5, 0.25)
 """
