@@ -24,6 +24,7 @@ import bilevel
 from bilevel import F2SA, Problem, Solver
 from bilevel.engine.compiled import feed, gathering, pieces, tracing
 from bilevel.errors import CompileWarning, NonFiniteError
+from bilevel.problem import Level
 from bilevel.sampling import TensorRows
 from bilevel.stepping.schedules import Power
 from tests.engine.compiled import common
@@ -572,7 +573,9 @@ def test_terms_may_be_finite_where_their_sum_is_not(
     """Or compiled code may be mistaken about them: what it did not do is done without it."""
     monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: late)
     if mistaken:
-        monkeypatch.setattr(pieces, "finite", lambda phi: torch.isfinite(10 * phi.upper))
+        monkeypatch.setattr(
+            pieces, "finite", lambda found: torch.isfinite(10 * found.sum(Level.UPPER))
+        )
     rows = torch.arange(16.0)[:, None]
 
     def f(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:

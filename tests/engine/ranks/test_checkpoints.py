@@ -14,6 +14,7 @@ from torch import Tensor
 
 import bilevel
 from bilevel.errors import CheckpointError
+from bilevel.run.checkpoint import read, write
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
 from tests.engine.ranks.tasks import START, numbers, outputs, solve
@@ -206,10 +207,10 @@ def test_what_leads_out_of_the_folder_is_refused(two: Ranks, tmp_path: Path) -> 
     path = tmp_path / "state"
     two.run(_save_solver, path)
     shutil.copy(path / "rank-00000.safetensors", tmp_path / "rank-00000.safetensors")
-    index = bilevel.checkpoint.read(path / "run.safetensors")
+    index = read(path / "run.safetensors")
     for about in index["index"].values():
         about["chunks"][0][2] = "../rank-00000.safetensors"
-    bilevel.checkpoint.write(path / "run.safetensors", index)
+    write(path / "run.safetensors", index)
     with pytest.raises(CheckpointError, match="not the name of a file"):
         _solver().load(path)
 
