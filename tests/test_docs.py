@@ -28,6 +28,7 @@ def test_how_to_choose_is_made_from_the_table_of_methods(monkeypatch: pytest.Mon
     assert (DOCS / "how-to-choose.md").read_text() == page, "run docs/how_to_choose.py"
 
 
+@pytest.mark.slow
 def test_the_flat_valley_is_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = _script("flat_valley", monkeypatch)
     runs = script.measured()

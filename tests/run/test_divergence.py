@@ -19,8 +19,10 @@ from bilevel.methods import METHODS
 from bilevel.problems import Quadratic
 from bilevel.run.divergence import BACKTRACKS, guard, signs
 from bilevel.run.divergence.signs import Signs
+from tests.marks import slow_except
 from tests.methods.test_contract import NOISY, VARIANTS, Noisy
 
+QUICK = ("f2sa", "f3sa", "soba")
 QUADRATIC = Quadratic(seed=0)
 STEEPEST = float(torch.linalg.eigvalsh(QUADRATIC.A).max())
 
@@ -33,7 +35,7 @@ def run(method: Any, problem: bilevel.Problem = QUADRATIC, **options: Any) -> bi
 # Healthy runs (in tests, warnings are errors)
 
 
-@pytest.mark.parametrize("case", methods.CASES, ids=str)
+@pytest.mark.parametrize("case", slow_except(QUICK, methods.CASES), ids=str)
 def test_good_settings_give_no_sign(case: methods.Case) -> None:
     assert run(case.method(), steps=min(case.steps, 200)).outcome is Outcome.COMPLETED
 
@@ -55,7 +57,7 @@ def test_noise_gives_no_sign(case: Noisy) -> None:
     assert result.outcome is Outcome.COMPLETED
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_except(QUICK, METHODS))
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_steps_that_are_found_give_no_sign(name: str, scale: float) -> None:
     """From a start at zero, where everything begins by growing."""
@@ -66,8 +68,7 @@ def test_steps_that_are_found_give_no_sign(name: str, scale: float) -> None:
     run(name, problem, x0=start, y0=start, steps=150, on_divergence="raise")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", VARIANTS, ids=str)
+@pytest.mark.parametrize("case", slow_except(QUICK, VARIANTS), ids=str)
 def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (guard, signs):
         monkeypatch.setattr(module, "BLOCK", 4)
@@ -241,8 +242,7 @@ MENDED += ["a penalty step beyond 2/L", "f too strong for the multiplier"]
 MENDED += ["a step of x that is too long"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", slow_except(["jumps within a set"], MENDED))
 def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     options, _ = DIVERGING[name]
     with pytest.warns(DivergenceWarning, match=r"goes back to step \d+ with half the step of [xy]"):

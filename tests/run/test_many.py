@@ -618,7 +618,7 @@ def test_a_mistake_of_the_objective_is_reported_as_by_minimize() -> None:
     with pytest.raises(bilevel.errors.ObjectiveError, match="must return a scalar"):
         bilevel.minimize_many(vector, torch.zeros(2), torch.zeros(2), methods=GIVEN, seeds=2)
     nowhere = cleaning(x_set=lambda x: [x])
-    with pytest.raises(ArgumentTypeError, match="the set of x"):
+    with pytest.raises(ArgumentTypeError):
         many(nowhere, methods=GIVEN, seeds=2, steps=2)
 
 

@@ -5,8 +5,9 @@ classes here are such callables; they also accept NumPy arrays of k, print what 
 compare equal when they are the same function.
 
 Example:
-    >>> from bilevel.schedules import Power
-    >>> rate = Power(0.5, offset=10, exponent=-0.5)   # 0.5 * ((k + 10) / 10) ** -0.5
+    >>> import bilevel
+    >>> rate = bilevel.schedules.Power(0.5, offset=10, exponent=-0.5)
+    >>> # rate(k) is 0.5 * ((k + 10) / 10) ** -0.5
     >>> rate(0), rate(30)
     (0.5, 0.25)
 """

@@ -11,6 +11,8 @@ import torch
 from bilevel.engine.compiled import feed
 from tests.engine.compiled.common import graphs_only  # noqa: F401
 
+SLOW_WAYS = ("in groups", "one by one", "groups beside")
+
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
@@ -23,11 +25,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture(
     params=[
         "all together",
-        "in groups",
-        "one by one",
         "beside",
-        "groups beside",
         "by compiled code",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS),
     ]
 )
 def both_ways(

@@ -45,6 +45,7 @@ from tests.engine.compiled.common import (
     upper,
 )
 from tests.errors.common import BREAKS, Switch, tensors_in
+from tests.marks import slow_except
 
 
 @graphs
@@ -115,7 +116,7 @@ def test_iterates_stay_in_their_sets(name: str) -> None:
 
 
 @graphs
-@pytest.mark.parametrize("name", ["forward", "single pass"])
+@pytest.mark.parametrize("name", slow_except(["forward"], ["forward", "single pass"]))
 def test_modules_trees_and_buffers(name: str) -> None:
     assert_modules_and_numbers_move(SCHEMES[name])
 
@@ -335,7 +336,11 @@ def test_minimize_gives_the_same_result() -> None:
 @graphs
 @pytest.mark.parametrize(
     ("breaks", "message", "single_pass"),
-    [*((*broken, False) for broken in BREAKS), (*BREAKS[-1], True)],
+    [
+        *(pytest.param(*broken, False, marks=pytest.mark.slow) for broken in BREAKS[:-1]),
+        (*BREAKS[-1], False),
+        (*BREAKS[-1], True),
+    ],
 )
 def test_a_number_that_is_not_finite_stops_the_run(
     breaks: str, message: str, single_pass: bool
@@ -466,19 +471,20 @@ def test_what_cannot_be_compiled_runs_as_it_is_after_one_warning(
 
 
 @graphs
-def test_an_x_direction_that_cannot_be_compiled_goes_on_from_the_inner_steps() -> None:
+@pytest.mark.parametrize(
+    "name", slow_except(["a sweep"], ["rows", "larger batches", "a sweep", "loaders"])
+)
+def test_an_x_direction_that_cannot_be_compiled_goes_on_from_the_inner_steps(name: str) -> None:
     def only_in_y(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         value = lower(x, y, batch)
         return branches(x, y, batch) if x.requires_grad else value
 
     problem = Problem(upper, only_in_y)
-    for data in ({}, DATA["larger batches"], DATA["a sweep"], DATA["loaders"]):
-        runs = [
-            solver(SCHEMES["forward"], compile=c, problem=problem, **data) for c in (False, True)
-        ]
-        with pytest.warns(CompileWarning, match="look at the value of a tensor"):
-            assert_same(runs, 1)
-        assert_same(runs, 3)
+    data = DATA.get(name, {})
+    runs = [solver(SCHEMES["forward"], compile=c, problem=problem, **data) for c in (False, True)]
+    with pytest.warns(CompileWarning, match="look at the value of a tensor"):
+        assert_same(runs, 1)
+    assert_same(runs, 3)
 
 
 UNSUPPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -546,7 +552,9 @@ def test_a_step_that_is_not_waited_for_breaks_later_and_nothing_has_moved(
 
 
 @graphs
-@pytest.mark.parametrize("name", ["forward", "independent", "single pass"])
+@pytest.mark.parametrize(
+    "name", slow_except(["single pass"], ["forward", "independent", "single pass"])
+)
 def test_steps_that_are_not_waited_for_are_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,8 +573,9 @@ def test_terms_may_be_finite_where_their_sum_is_not(
     """Or compiled code may be mistaken about them: what it did not do is done without it."""
     monkeypatch.setattr("bilevel.engine.compiled.evaluator.may_return_early", lambda state: late)
     if mistaken:
-        upper = Level.UPPER
-        monkeypatch.setattr(pieces, "finite", lambda found: torch.isfinite(10 * found.sum(upper)))
+        monkeypatch.setattr(
+            pieces, "finite", lambda found: torch.isfinite(10 * found.sum(Level.UPPER))
+        )
     rows = torch.arange(16.0)[:, None]
 
     def f(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from bilevel.run.checkpoint import read, write
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
 from tests.engine.ranks.tasks import START, numbers, outputs, solve
+from tests.marks import slow_except
 
 DOUBLE = torch.float64
 ADAM = bilevel.F2SA(
@@ -54,7 +55,7 @@ def _resumed(rank: int, kind: str, folder: Path, method: Any = ADAM) -> list[Any
     return [(r.x, numbers(r.y), r.history["upper"].tolist()) for r in (whole, result)]
 
 
-@pytest.mark.parametrize("kind", START)
+@pytest.mark.parametrize("kind", slow_except(["plain tensors", "FSDP2"], START))
 def test_on_as_many_ranks_bit_for_bit(two: Ranks, kind: str, tmp_path: Path) -> None:
     answers = two.run(_resumed, kind, tmp_path)
     first = answers[0][0]
@@ -99,7 +100,7 @@ def _of_ranks(rank: int, ranks: int, folder: Path, steps: int, kind: str) -> Any
     return _full(folder, steps, kind, slice(share * rank, share * (rank + 1)))
 
 
-@pytest.mark.parametrize("kind", START)
+@pytest.mark.parametrize("kind", slow_except(["FSDP2"], START))
 def test_between_one_rank_and_two(two: Ranks, kind: str, tmp_path: Path) -> None:
     alone = "plain tensors" if kind == "plain tensors" else "plain module"
     # whole epochs, because batches begin anew

@@ -19,7 +19,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
-    [[], [*TORCHRUN, "--nproc-per-node=1"], [*TORCHRUN, "--nproc-per-node=2"]],
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param([*TORCHRUN, "--nproc-per-node=1"], marks=pytest.mark.slow),
+        [*TORCHRUN, "--nproc-per-node=2"],
+    ],
     ids=["alone", "one rank", "two ranks"],
 )
 def test_the_same_script_finds_the_wrong_labels(launcher: list[str], tmp_path: Path) -> None:

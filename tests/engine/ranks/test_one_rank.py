@@ -17,6 +17,7 @@ from bilevel.run.history import MEASURED
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
 from tests.engine.ranks.tasks import METHODS, SAMPLES, START, numbers
+from tests.marks import slow_except
 
 DOUBLE = torch.float64
 WRAPPED = ("DDP", "FSDP2")
@@ -64,7 +65,7 @@ def _sampled(
     return result.x, numbers(result.y), recorded
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_except(["F2SA, AdamW", "F3SA"], METHODS))
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_iterates_and_samples_are_those_of_a_plain_process(
     one: Ranks, kind: str, method: str

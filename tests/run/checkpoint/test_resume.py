@@ -60,7 +60,7 @@ def quadratic(method: Any, **more: Any) -> dict[str, Any]:
     return {"problem": problem, "x0": problem.x0, "y0": problem.y0, "method": method} | data | more
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # each method is in the next test as well
 @variants
 def test_every_method_goes_on_bit_for_bit(case: Case, tmp_path: Path) -> None:
     options = quadratic(case.method())
