@@ -37,6 +37,7 @@ def test_demo_finds_wrong_labels_and_beats_the_model_that_learned_them(tmp_path:
     assert len((out / "labels.csv").read_text().splitlines()) == 4001
 
 
+@pytest.mark.slow
 def test_reproduce_rates_writes_table_plot_and_figures(tmp_path: Path) -> None:
     figures, plot = tmp_path / "rates.json", tmp_path / "deep" / "rates.png"
     result = runner.invoke(
