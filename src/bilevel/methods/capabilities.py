@@ -80,7 +80,7 @@ class Properties:
     Attributes:
         order: the highest order of derivatives used.
         gradients: gradients of f and of g per outer step, as text in T (inner steps).
-        copies: copies of the lower variable that are held.
+        copies: variables of the size of y that are held, previous points included.
         assumes: what the theory assumes.
         reference: where the method comes from.
         abilities: what the method can do.
