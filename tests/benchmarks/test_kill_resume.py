@@ -19,6 +19,7 @@ def test_every_method_is_killed() -> None:
     assert set(METHODS) <= set(INTERPRETED)
 
 
+@pytest.mark.slow
 def test_twenty_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     killer = Killer(steps=10, seed=0, folder=tmp_path)
     for name in islice(cycle(INTERPRETED), 20):

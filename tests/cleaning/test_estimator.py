@@ -156,6 +156,7 @@ print((peak() - before) / (4 * rows * width), right)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the module resource")
 def test_sparse_features_are_never_made_dense() -> None:
     done = subprocess.run(

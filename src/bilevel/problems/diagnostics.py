@@ -162,8 +162,8 @@ def tracking_errors(
     Example:
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
-        >>> solver = bilevel.Solver(problem, bilevel.F2SA(lower_lr=1.0, inner_steps=500),
-        ...                         problem.x0, problem.y0)
+        >>> method = bilevel.F2SA(lower_lr=1.0, inner_steps=500)
+        >>> solver = bilevel.Solver(problem, problem.x0, problem.y0, method=method)
         >>> x_0 = solver.x
         >>> info = solver.step()
         >>> errors = bilevel.diagnostics.tracking_errors(

@@ -280,6 +280,7 @@ def _within(function: str) -> bool:
     return any(frame.name == function for frame in traceback.extract_stack())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "written",
     slow_except(["True"], [False, True]),
