@@ -27,13 +27,8 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_flag("compile", self.compile)
-        if isinstance(self.accumulate, torch.dtype):
-            if not self.accumulate.is_floating_point:
-                raise ArgumentTypeError(
-                    f"accumulate must be True, False or a floating point type such as "
-                    f"torch.bfloat16, not {self.accumulate!r}"
-                )
-        elif not isinstance(self.accumulate, bool):
+        dtype = isinstance(self.accumulate, torch.dtype) and self.accumulate.is_floating_point
+        if not dtype and not isinstance(self.accumulate, bool):
             raise ArgumentTypeError(
                 f"accumulate must be True, False or a floating point type such as "
                 f"torch.bfloat16, not {self.accumulate!r}"

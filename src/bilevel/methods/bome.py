@@ -18,16 +18,15 @@ from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import COUPLINGS
 from bilevel.methods.reference import at, given, gradient_x, gradient_y
-from bilevel.methods.state import Info
-from bilevel.methods.vpbgd import GapState
+from bilevel.methods.state import Info, TwoCopyState
 from bilevel.problem import FORWARD, LOWER, Level, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping import Rate, Schedule, StepSizes, Update, as_schedule, positive_at
+from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
 from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen
 
 
 @dataclass(frozen=True)
-class BOME(DescentMethod[GapState]):
+class BOME(DescentMethod[TwoCopyState]):
     """BOME: the multiplier is found anew in every step, from two gradients.
 
     Outer step k is
@@ -114,17 +113,10 @@ class BOME(DescentMethod[GapState]):
     def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
         return lower + upper
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
-        z = y.clone("z")
-        return GapState(
-            **self.carried(problem, x, y),
-            y=y,
-            z=z,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            z_update=Update(z, problem.y_projections(z)),
-        )
+    def init(self, problem: Problem, x: Variable, y: Variable) -> TwoCopyState:
+        return TwoCopyState(**self.two_copies(problem, x, y, "z", plain_z=True))
 
-    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+    def step(self, evaluator: Evaluator, state: TwoCopyState, sizes: StepSizes) -> Info:
         x, y, z = state.x, state.y, state.z
         lower_lr = state.y_update.choose(sizes.lower)
         alpha = sizes.lower

@@ -46,16 +46,8 @@ ON_PHI = frozenset(
 )
 """What follows for a method whose step consists of the evaluator's verbs alone."""
 
-FIRST_ORDER = frozenset(
-    {
-        Ability.SPARSE_STEPS,
-        Ability.LOWER_OPTIMIZER,
-        Ability.UPPER_OPTIMIZER,
-        Ability.CONSTRAINED_LOWER,
-    }
-)
-
 SECOND_ORDER = frozenset({Ability.LOWER_OPTIMIZER, Ability.UPPER_OPTIMIZER})
+FIRST_ORDER = SECOND_ORDER | {Ability.SPARSE_STEPS, Ability.CONSTRAINED_LOWER}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,20 @@ class DescentMethod(Method[S]):
         start = 0.0 if isinstance(self.rates, PenaltyRates) else math.nan
         return {"x": x, "k": 0, "multiplier": start, "policy": policy, "x_update": x_update}
 
+    def two_copies(
+        self, problem: Problem, x: Variable, y: Variable, name: str, *, plain_z: bool = False
+    ) -> dict[str, Any]:
+        """The fields of a :class:`~bilevel.methods.state.TwoCopyState`; ``name`` is that of z."""
+        z = y.clone(name)
+        z_optimizer = None if plain_z else self.lower_optimizer
+        return {
+            **self.carried(problem, x, y),
+            "y": y,
+            "z": z,
+            "y_update": Update(y, problem.y_projections(y), self.lower_optimizer),
+            "z_update": Update(z, problem.y_projections(z), z_optimizer),
+        }
+
     def _policy(
         self, problem: Problem, x: Variable, y: Variable, x_update: Update
     ) -> StepSizePolicy:

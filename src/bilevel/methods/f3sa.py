@@ -19,7 +19,7 @@ from bilevel.methods.capabilities import FIRST_ORDER, Ability, Properties
 from bilevel.methods.evaluator import Evaluator, Move
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.reference import given, gradient_x, gradient_y
-from bilevel.methods.state import Info, State
+from bilevel.methods.state import Info, TwoCopyState
 from bilevel.problem import FORWARD, Evaluation, Objective, Phi, Problem, Stencil
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import (
@@ -27,7 +27,6 @@ from bilevel.stepping import (
     Rate,
     Schedule,
     StepSizes,
-    Update,
     as_schedule,
     positive_at,
     updates_of_copies,
@@ -42,39 +41,25 @@ Gradients: TypeAlias = list[list[Tensor]]
 
 
 @dataclass
-class F3SAState(State):
-    """What F3SA carries.
+class F3SAState(TwoCopyState):
+    """What F3SA carries beside its two copies of y.
 
     Attributes:
-        y, z: the copy that follows y*_lam(x), and the one that follows y*(x).
         before: (x, y, z) where the estimators were last evaluated.
         y_estimates: of grad_y f and grad_y g at y; combined: of their sum with the multiplier.
         z_estimate: of grad_y g at z.
         x_estimates: of grad_x f and grad_x (g at y - g at z); combined: of their sum.
         midway: whether a step was begun and not finished; the estimators then start afresh.
-        y_update, z_update: how each copy moves.
     """
 
-    y: Variable
-    z: Variable
     before: list[Variable]
     y_estimates: Gradients
     z_estimate: list[Tensor]
     x_estimates: Gradients
     midway: bool
-    y_update: Update
-    z_update: Update
-
-    @property
-    def solution(self) -> Variable:
-        return self.z
-
-    @property
-    def penalised(self) -> Variable:
-        return self.y
 
     def contract_copies(self, share: float) -> None:
-        self.y.contract_towards(self.z, share)
+        super().contract_copies(share)
         self.reset_estimators()
 
     def reset_estimators(self) -> None:

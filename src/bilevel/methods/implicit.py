@@ -28,7 +28,7 @@ from bilevel.errors.checks import check_count
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Evaluator
 from bilevel.methods.no_bilevel import train
-from bilevel.methods.state import Info, State
+from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import Level, Problem, Term
 from bilevel.sampling import Sample
 from bilevel.stepping import StepSizes, Update
@@ -116,23 +116,6 @@ def gradient(
     return to_dense(
         [torch.zeros_like(t) if g is None else g for g, t in zip(grads, at, strict=True)]
     )
-
-
-@dataclass
-class OneCopyState(State):
-    """What a method carries that follows y*(x) alone.
-
-    Attributes:
-        y: the lower variable.
-        y_update: how it moves.
-    """
-
-    y: Variable
-    y_update: Update
-
-    @property
-    def solution(self) -> Variable:
-        return self.y
 
 
 S = TypeVar("S", bound=OneCopyState)

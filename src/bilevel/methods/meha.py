@@ -14,11 +14,11 @@ from bilevel.methods.capabilities import FIRST_ORDER, Properties
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.reference import given, gradient_x, gradient_y
-from bilevel.methods.state import Info
-from bilevel.methods.vpbgd import GapState, gap_gradients
+from bilevel.methods.state import Info, TwoCopyState
+from bilevel.methods.vpbgd import gap_gradients
 from bilevel.problem import FORWARD, LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping import Power, Rate, StepSizes, Update
+from bilevel.stepping import Power, Rate, StepSizes
 from bilevel.variables import Variable, add_gradients, frozen
 
 DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
@@ -26,7 +26,7 @@ DEFAULT_MULTIPLIER = Power(10.0, offset=1.0, exponent=0.25)
 
 
 @dataclass(frozen=True)
-class MEHA(PenaltyMethod[GapState]):
+class MEHA(PenaltyMethod[TwoCopyState]):
     """MEHA: a single loop on the gap between g and its Moreau envelope.
 
     The lower level is replaced by g(x, y) <= v(x, y) with the envelope
@@ -96,17 +96,10 @@ class MEHA(PenaltyMethod[GapState]):
     def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
         return lower + max(upper / multiplier, 1 / self.proximal)
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
-        theta = y.clone("theta")
-        return GapState(
-            **self.carried(problem, x, y),
-            y=y,
-            z=theta,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            z_update=Update(theta, problem.y_projections(theta), self.lower_optimizer),
-        )
+    def init(self, problem: Problem, x: Variable, y: Variable) -> TwoCopyState:
+        return TwoCopyState(**self.two_copies(problem, x, y, "theta"))
 
-    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+    def step(self, evaluator: Evaluator, state: TwoCopyState, sizes: StepSizes) -> Info:
         x, y, theta = state.x, state.y, state.z
         c, gamma = sizes.multiplier, state.z_update.choose(sizes.lower)
 

@@ -123,3 +123,47 @@ def _carried(node: Any, kind: type[P]) -> Iterator[P]:
     elif isinstance(node, list | tuple):
         for part in node:
             yield from _carried(part, kind)
+
+
+@dataclass
+class OneCopyState(State):
+    """What a method carries that follows y*(x) alone, with one copy of y.
+
+    Attributes:
+        y: the lower variable.
+        y_update: how it moves.
+    """
+
+    y: Variable
+    y_update: Update
+
+    @property
+    def solution(self) -> Variable:
+        return self.y
+
+
+@dataclass
+class TwoCopyState(State):
+    """What a method on the gap g(x, y) - g(x, z) carries, with two copies of y.
+
+    Attributes:
+        y: the copy that follows f as well as g.
+        z: the copy that follows g alone.
+        y_update, z_update: how each copy moves.
+    """
+
+    y: Variable
+    z: Variable
+    y_update: Update
+    z_update: Update
+
+    @property
+    def solution(self) -> Variable:
+        return self.z
+
+    @property
+    def penalised(self) -> Variable:
+        return self.y
+
+    def contract_copies(self, share: float) -> None:
+        self.y.contract_towards(self.z, share)

@@ -16,38 +16,11 @@ from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import PenaltyMethod
 from bilevel.methods.reference import given, gradient_x, gradient_y
-from bilevel.methods.state import Info, State
+from bilevel.methods.state import Info, TwoCopyState
 from bilevel.problem import FORWARD, LOWER, Objective, Phi, Problem, Stencil
 from bilevel.sampling import Draw
-from bilevel.stepping import StepSizes, Update
+from bilevel.stepping import StepSizes
 from bilevel.variables import Variable, buffers_kept, frozen
-
-
-@dataclass
-class GapState(State):
-    """What a method on the gap g(x, y) - g(x, z) carries.
-
-    Attributes:
-        y: the copy that follows f as well as g.
-        z: the copy that follows g alone.
-        y_update, z_update: how each copy moves.
-    """
-
-    y: Variable
-    z: Variable
-    y_update: Update
-    z_update: Update
-
-    @property
-    def solution(self) -> Variable:
-        return self.z
-
-    @property
-    def penalised(self) -> Variable:
-        return self.y
-
-    def contract_copies(self, share: float) -> None:
-        self.y.contract_towards(self.z, share)
 
 
 def gap_gradients(evaluator: Evaluator, phi: Phi) -> None:
@@ -65,7 +38,7 @@ def gap_gradients(evaluator: Evaluator, phi: Phi) -> None:
 
 
 @dataclass(frozen=True)
-class VPBGD(PenaltyMethod[GapState]):
+class VPBGD(PenaltyMethod[TwoCopyState]):
     """V-PBGD: joint descent in (x, y) on f plus a multiple of the gap in g.
 
     With gam_k the multiplier, outer step k is
@@ -140,17 +113,10 @@ class VPBGD(PenaltyMethod[GapState]):
         """The finite difference behind the x direction."""
         return FORWARD
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> GapState:
-        z = y.clone("z")
-        return GapState(
-            **self.carried(problem, x, y),
-            y=y,
-            z=z,
-            y_update=Update(y, problem.y_projections(y), self.lower_optimizer),
-            z_update=Update(z, problem.y_projections(z), self.lower_optimizer),
-        )
+    def init(self, problem: Problem, x: Variable, y: Variable) -> TwoCopyState:
+        return TwoCopyState(**self.two_copies(problem, x, y, "z"))
 
-    def step(self, evaluator: Evaluator, state: GapState, sizes: StepSizes) -> Info:
+    def step(self, evaluator: Evaluator, state: TwoCopyState, sizes: StepSizes) -> Info:
         lam, gamma = sizes.multiplier, state.z_update.choose(sizes.lower)
         if self.start == "y":
             state.z.assign(state.y)

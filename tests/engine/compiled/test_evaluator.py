@@ -664,37 +664,6 @@ def test_the_settings_of_torch_are_as_before(threads: Callable[[int], None]) -> 
     assert [getattr(torch._dynamo.config, name) for name in names] == before
 
 
-@graphs
-@pytest.mark.parametrize("collects", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_garbage_is_collected_as_before(collects: bool, fails: bool) -> None:
-    seen: list[bool] = []
-
-    def noting(x: Tensor, y: Tensor, batch: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            note(fails)
-        return lower(x, y, batch)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def note(fails: bool) -> bool:
-        seen.append(gc.isenabled())
-        if fails:
-            raise ValueError("not while it is traced")
-        return True
-
-    before = gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    try:
-        run = solver(SCHEMES["forward"], compile=True, problem=Problem(upper, noting))
-        with pytest.warns(CompileWarning) if fails else nullcontext():
-            run.step()
-        assert gc.isenabled() == collects
-    finally:
-        (gc.enable if before else gc.disable)()
-    assert seen
-    assert not any(seen)
-
-
 @pytest.mark.parametrize(
     ("large", "alone", "count", "helped"),
     [(0, True, 2, True), (1 << 20, True, 2, False), (0, False, 2, False), (0, True, 1, False)],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +82,12 @@ class Traced:
         # What is compiled lives as long as the code object, so each instance has its own.
         own = types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
         self._backend = _Backend(device)
-        with _without_garbage_collection():
-            self._function = torch.compile(
-                types.MethodType(own, method.__self__),
-                backend=self._backend,
-                fullgraph=True,
-                dynamic=False,
-            )
+        self._function = torch.compile(
+            types.MethodType(own, method.__self__),
+            backend=self._backend,
+            fullgraph=True,
+            dynamic=False,
+        )
 
     @property
     def compilations(self) -> int:
@@ -105,7 +103,6 @@ class Traced:
                 return self._ready_for(arguments)
         with (
             warnings.catch_warnings(),
-            _without_garbage_collection(),
             internals.settings_of_tracing(),
         ):
             warnings.simplefilter("ignore")  # torch warns of what its own compiler does
@@ -119,22 +116,6 @@ class Traced:
         with torch.enable_grad():
             self._function(*arguments)
         return self._backend.ready
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Inside, Python does not look for garbage.
-
-    The modules and graphs of a compiler are millions of objects, few of them garbage. To search
-    them again and again takes a tenth of the time until a step is loaded from the cache.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Backend:
