@@ -67,6 +67,7 @@ def test_cleanlab_stands_beside_it() -> None:
     assert (table.row_count, table.caption) == (2, None)
 
 
+@pytest.mark.slow
 def test_without_cleanlab_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cleanlab", None)
     rows = cleaning.run(only=["module"])

@@ -28,6 +28,7 @@ def test_twenty_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
         assert kills >= 1
 
 
+@pytest.mark.slow
 def test_another_run_has_other_bits(tmp_path: Path) -> None:
     longer, shorter = (Killer(steps=n, seed=0, folder=tmp_path / str(n)) for n in (2, 3))
     assert longer.expected("f2sa") != shorter.expected("f2sa")

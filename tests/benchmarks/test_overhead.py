@@ -59,6 +59,7 @@ def test_in_jax_the_losses_are_those_of_the_problem() -> None:
             assert float(found) == pytest.approx(float(known), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_contestant_is_timed() -> None:
     rows = overhead.run(batches=[5], samples=100, inner_steps=2, steps=1, repeats=2)
     names = [row.name for row in rows]

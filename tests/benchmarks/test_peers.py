@@ -219,6 +219,7 @@ def test_a_grid_has_every_combination() -> None:
     assert grid({"a": 0}, b=(1, 2), c=(3,)) == [{"a": 0, "b": 1, "c": 3}, {"a": 0, "b": 2, "c": 3}]
 
 
+@pytest.mark.slow
 def test_the_command_races_in_processes_and_reports_who_could_not(
     problem: HyperCleaning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

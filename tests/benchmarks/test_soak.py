@@ -11,6 +11,7 @@ from bilevel.methods import F2SA, Info
 from bilevel.run import Solver
 
 
+@pytest.mark.slow
 def test_nothing_grows_and_nothing_drifts() -> None:
     (row,) = soak.run(steps=40_000, compiled=False)
     assert (row.kind, row.steps) == ("eager", 2000)

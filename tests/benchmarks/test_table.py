@@ -13,6 +13,7 @@ from benchmarks.commands import app
 from bilevel.errors import ArgumentError
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "TENSOR_LIMIT", 10_000)
     file = tmp_path / "table.json"

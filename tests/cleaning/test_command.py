@@ -373,6 +373,7 @@ def test_names_of_images_may_be_anything(animals: Animals, tmp_path: Path) -> No
     assert set(model.predict(paths["fresh"])) <= set(model.classes)
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
     for module in ("jinja2", "PIL"):
         code = (

@@ -167,6 +167,7 @@ def test_sparse_features_are_never_made_dense() -> None:
     assert right > 0.9
 
 
+@pytest.mark.slow
 def test_the_package_knows_its_cleaning() -> None:
     code = "import bilevel; print(bilevel.cleaning.load_model.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -180,6 +181,7 @@ def test_index_of_a_frame_is_kept(insects: Insects) -> None:
     assert cleaner.feature_names_in_.tolist() == list("abcd")
 
 
+@pytest.mark.slow
 def test_a_module_of_the_users(insects: Insects) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
     before = [p.clone() for p in model.parameters()]

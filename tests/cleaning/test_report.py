@@ -396,6 +396,7 @@ def test_markup_in_the_data_does_nothing(page: Page, hostile: Findings, tmp_path
     assert table["id"].tolist() == list(hostile.samples.ids or ())
 
 
+@pytest.mark.slow
 def test_fifty_thousand_rows(page: Page, many: Findings, tmp_path: Path) -> None:
     path = show(page, many, tmp_path)
     assert path.stat().st_size < 15_000_000

@@ -103,6 +103,7 @@ def test_losses_that_are_none_are_refused(tmp_path: Path) -> None:
         fit(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_goes_on(tmp_path: Path) -> None:
     paths = Animals().write_csv(tmp_path)
 

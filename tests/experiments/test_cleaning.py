@@ -249,6 +249,7 @@ def test_the_command_tunes_and_another_can_read_what_it_found(
     assert "no settings of 'f2sa-paper'" in " ".join(unfit.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_mnist")
 def test_the_command_writes_table_plot_and_figures(tmp_path: Path) -> None:
     figures, plot = tmp_path / "cleaning.json", tmp_path / "deep" / "cleaning.png"

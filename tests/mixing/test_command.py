@@ -47,6 +47,7 @@ def test_spoiled_sources_are_what_they_are_called() -> None:
     assert sources["shuffled"] != TEXT[1800:3600]
 
 
+@pytest.mark.slow
 def test_the_clean_source_wins_and_everything_is_written(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_clean_source_wins_and_everything_is_written(
     assert str(out) in output
 
 
+@pytest.mark.slow
 def test_sources_learned_by_heart_are_not_trusted(texts: dict[str, Path], tmp_path: Path) -> None:
     assert "guessing" not in run(texts, tmp_path / "of their kind", "--steps", "1")
     for name, sentence in {"clean": "abcdefgh", "shuffled": "hgfedcba", "reversed": "ab"}.items():

@@ -88,6 +88,7 @@ def test_the_best_weights_are_found(scheme: Any, target: list[int]) -> None:
     assert list(found.weights.values()) == pytest.approx(best, abs=0.011)  # the grid's step is 0.01
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_found_and_kept_with_the_default_settings() -> None:
     found = bilevel.DataMixer(
         {name: drawn(counts, 8) for name, counts in COUNTS.items()},

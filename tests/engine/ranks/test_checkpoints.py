@@ -55,6 +55,7 @@ def _resumed(rank: int, kind: str, folder: Path, method: Any = ADAM) -> list[Any
     return [(r.x, numbers(r.y), r.history["upper"].tolist()) for r in (whole, result)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except(["plain tensors", "FSDP2"], START))
 def test_on_as_many_ranks_bit_for_bit(two: Ranks, kind: str, tmp_path: Path) -> None:
     answers = two.run(_resumed, kind, tmp_path)
@@ -71,6 +72,7 @@ def test_on_as_many_ranks_bit_for_bit(two: Ranks, kind: str, tmp_path: Path) -> 
     assert files == ["rank-00000.safetensors", "rank-00001.safetensors", "run.safetensors"]
 
 
+@pytest.mark.slow
 def test_estimates_of_f3sa_come_back(two: Ranks, tmp_path: Path) -> None:
     method = bilevel.F3SA(lower_lr=0.1, upper_lr=0.5, momentum=0.3)
     for kind in ("plain module", "FSDP2"):

@@ -83,6 +83,7 @@ def _rows(kind: str, part: slice, method: Any, **options: Any) -> bilevel.Result
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain tensors", "plain module", "DDP"])
 def test_steps_that_are_found_are_those_of_one_process(two: Ranks, kind: str) -> None:
     first, second = two.run(_auto, kind)
@@ -416,6 +417,7 @@ def _in_parts(rank: int, kind: str, method: str) -> Any:
     return _rows(kind, part, METHODS[method], direction_batch_size="all", chunk_size=3).x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["F2SA", "F3SA"])
 @pytest.mark.parametrize("kind", START)
 def test_a_direction_from_all_samples_in_parts(two: Ranks, kind: str, method: str) -> None:

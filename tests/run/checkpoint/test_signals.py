@@ -138,6 +138,7 @@ print(result.outcome.name, result.steps)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="there are no such signals")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_program_that_is_told_to_end_does(number: Any, tmp_path: Path) -> None:
