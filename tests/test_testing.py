@@ -21,8 +21,9 @@ from bilevel.methods import (
     Properties,
 )
 from bilevel.methods.capabilities import SECOND_ORDER
-from bilevel.methods.implicit import OneCopyState, Slope, gradient, one_copy
+from bilevel.methods.implicit import Slope, gradient, one_copy
 from bilevel.methods.reference import gradient_x, gradient_y, hessian_y, mixed_product
+from bilevel.methods.state import OneCopyState
 from bilevel.problem import LOWER, Level, Objective, Phi, Problem, Term
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping import StepSizes

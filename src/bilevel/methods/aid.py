@@ -12,8 +12,9 @@ from bilevel.errors.checks import check_count, check_flag
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import ImplicitMethod, OneCopyState, one_copy
+from bilevel.methods.implicit import ImplicitMethod, one_copy
 from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
+from bilevel.methods.state import OneCopyState
 from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes

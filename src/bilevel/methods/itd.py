@@ -14,15 +14,9 @@ from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import Ability, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import (
-    OneCopyState,
-    Slope,
-    leave_upper_gradient,
-    one_copy,
-    pull_back,
-)
+from bilevel.methods.implicit import Slope, leave_upper_gradient, one_copy, pull_back
 from bilevel.methods.reference import given
-from bilevel.methods.state import Info
+from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Level, Number, Objective, Problem, Term
 from bilevel.sampling import Draw, Sample
 from bilevel.stepping import StepSizes

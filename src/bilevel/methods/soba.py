@@ -14,7 +14,7 @@ from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
-from bilevel.methods.implicit import OneCopyState, leave_upper_gradient, lower_slopes, one_copy
+from bilevel.methods.implicit import leave_upper_gradient, lower_slopes, one_copy
 from bilevel.methods.reference import (
     at,
     given,
@@ -23,7 +23,7 @@ from bilevel.methods.reference import (
     hessian_y,
     mixed_product,
 )
-from bilevel.methods.state import Info
+from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at

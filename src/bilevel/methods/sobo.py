@@ -12,7 +12,7 @@ from bilevel.errors.checks import check_count
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import ImplicitMethod, OneCopyState, one_copy
+from bilevel.methods.implicit import ImplicitMethod, one_copy
 from bilevel.methods.reference import (
     at,
     given,
@@ -21,6 +21,7 @@ from bilevel.methods.reference import (
     hessian_y,
     mixed_product,
 )
+from bilevel.methods.state import OneCopyState
 from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
