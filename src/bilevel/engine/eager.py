@@ -13,7 +13,7 @@ from torch import Tensor
 from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.loss_scale import Scaling
-from bilevel.engine.report import Report
+from bilevel.engine.report import Report, rested
 from bilevel.errors import NonFiniteError
 from bilevel.methods import Descent, Evaluator, Info, Move, State
 from bilevel.methods.evaluator import Step
@@ -87,9 +87,24 @@ class EagerEvaluator(Evaluator):
     # One outer step
 
     def outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
-        sizes = state.policy.at(self, state)
-        self.begin(state, measure=measure)
-        return step(self, state, sizes)
+        try:
+            sizes = state.policy.at(self, state)
+            self.begin(state, measure=measure)
+            return step(self, state, sizes)
+        except NonFiniteError:
+            return self.taken_back(state, measure=measure)
+
+    def taken_back(self, state: State, *, measure: bool) -> Info:
+        """The report of a step in which x and y went back to where all was well.
+
+        Called while a :class:`NonFiniteError` is handled, which goes on if there is no way back.
+        """
+        if not state.policy.take_back(state):
+            raise
+        clear_gradients(state)
+        info = rested(state, measure=measure)
+        state.k += 1
+        return info
 
     def begin(self, state: State, *, measure: bool) -> None:
         """Prepare the checks and the report of the state's next step."""
@@ -104,7 +119,7 @@ class EagerEvaluator(Evaluator):
 
     def descend(self, descent: Descent) -> None:
         phi = descent.phi
-        if self._moves_one_by_one(phi):
+        if self._moves_one_by_one(phi) and descent.pace is None:
             samples = self.draw.inner(phi.stencil.nodes, phi.shared)
             self._accumulate(phi, samples, done=self._mover(descent, read=False))
             descent.recentre()
@@ -142,10 +157,17 @@ class EagerEvaluator(Evaluator):
         gain: Number = 1.0,
         also: Descent | None = None,
         averaged: bool = False,
+        phi: Phi | None = None,
     ) -> Info:
         x, check = state.x, self._check
         if not averaged:
             check.complete(x)
+        if state.policy.due:
+            check.gradients([(x, gain)], averaged=True)
+            check.read()
+            upper_lr = state.policy.judge(self, state, phi, float(gain))
+            if state.policy.returned:  # the gradients of the copies were taken elsewhere
+                also = None
         upper_lr = state.x_update.choose(upper_lr, gain)
         check.gradients([(x, upper_lr * gain)], averaged=True)
         info = Info(state.k, multiplier, lower_lr, upper_lr)
@@ -158,6 +180,8 @@ class EagerEvaluator(Evaluator):
         elif not self._deferred:
             check.read()
         state.x_update.apply(upper_lr, gain, bad=check.bad)
+        if state.policy.returned:
+            clear_gradients(state)
         self.settle(state)  # the step before: the device is past it
         if self._deferred:
             check.post()
@@ -365,10 +389,19 @@ class EagerEvaluator(Evaluator):
         self._check.gradients([(m.variable, m.length) for m in descent.moves])
         if read:
             self._check.read()
-        bad = self._check.bad
-        for m in descent.moves:
-            m.update.apply(m.rate, m.gain, bad=bad)
+        if descent.pace is not None:
+            descent.pace.move(descent.moves)
+        else:
+            bad = self._check.bad
+            for m in descent.moves:
+                m.update.apply(m.rate, m.gain, bad=bad)
         descent.recentre()
+
+
+def clear_gradients(state: State) -> None:
+    """Forget every gradient on the leaves of a run."""
+    for variable in state.variables():
+        variable.clear_grads()
 
 
 def seed(value: Tensor, weight: Number) -> Tensor:

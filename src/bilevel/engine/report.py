@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +50,17 @@ def info_of(
         gap=gap,
         direction_norm=direction_norm,
     )
+
+
+def rested(state: State, *, measure: bool) -> Info:
+    """The report of a step that was taken back: nothing was measured, and x did not move."""
+    sizes = state.policy.current
+    lower_lr = math.nan if sizes is None else sizes.lower
+    info = Info(state.k, state.multiplier, lower_lr, 0.0)
+    if not measure:
+        return info
+    unknown = torch.full((), math.nan, device=state.x.device)
+    return replace(info, upper=unknown, lower=unknown, gap=unknown, direction_norm=unknown)
 
 
 class Report:

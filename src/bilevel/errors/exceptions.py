@@ -202,6 +202,10 @@ class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
 
 
+class FlatWarning(BilevelWarning):
+    """Neither objective changes with x, so that x cannot move."""
+
+
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
 

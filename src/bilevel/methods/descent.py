@@ -13,12 +13,9 @@ from bilevel.methods.capabilities import Ability, Limit
 from bilevel.problem import Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import (
-    REFERENCE_INNER_STEPS,
-    AdaptiveUpdate,
     FoundRate,
+    FoundSizes,
     GivenSizes,
-    MeasuredSizes,
-    MeritCheck,
     OptimizerFactory,
     PenaltyRates,
     Rates,
@@ -39,8 +36,8 @@ class DescentMethod(Method[S]):
     """A method with a step size for each level.
 
     Args:
-        lower_lr: the step of y. "auto": found, see :mod:`bilevel.stepping.policy`.
-        upper_lr: the step of x. "auto": found, see :mod:`bilevel.stepping.adaptive`.
+        lower_lr: the step of y. "auto": found, see :mod:`bilevel.stepping.found`.
+        upper_lr: the step of x. "auto": found and tested, see there.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer``, or learning-rate scheduler
             of one, for y instead of plain steps; replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -105,10 +102,8 @@ class DescentMethod(Method[S]):
         """Whether the multiplier may be raised where it is found to be too small."""
         return False
 
-    @property
-    def _unit(self) -> int:
-        """How many outer steps do what ten inner steps do."""
-        return -(-REFERENCE_INNER_STEPS // getattr(self, "inner_steps", 1))
+    follows_path: ClassVar[bool] = False
+    """Whether lower steps may be longer or shorter than the rate says, and more than T."""
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         tables = [name for name, by_rows in zip(x.names, x.row_sparse, strict=True) if by_rows]
@@ -122,17 +117,18 @@ class DescentMethod(Method[S]):
 
     def x_update(self, problem: Problem, x: Variable) -> Update:
         """How x moves."""
-        projections = problem.x_projections(x)
-        if self.rates.upper is None:
-            return AdaptiveUpdate(x, projections, self._unit)
-        return Update(x, projections, self.upper_optimizer)
+        return Update(x, problem.x_projections(x), self.upper_optimizer)
 
     def carried(self, problem: Problem, x: Variable, y: Variable) -> dict[str, Any]:
         """The fields that every state starts with, for a run from x and y."""
-        x_update = self.x_update(problem, x)
-        policy = self._policy(problem, x, y, x_update)
         start = 0.0 if isinstance(self.rates, PenaltyRates) else math.nan
-        return {"x": x, "k": 0, "multiplier": start, "policy": policy, "x_update": x_update}
+        return {
+            "x": x,
+            "k": 0,
+            "multiplier": start,
+            "policy": self._policy(y),
+            "x_update": self.x_update(problem, x),
+        }
 
     def two_copies(
         self, problem: Problem, x: Variable, y: Variable, name: str, *, plain_z: bool = False
@@ -148,19 +144,14 @@ class DescentMethod(Method[S]):
             "z_update": Update(z, problem.y_projections(z), z_optimizer),
         }
 
-    def _policy(
-        self, problem: Problem, x: Variable, y: Variable, x_update: Update
-    ) -> StepSizePolicy:
-        adaptive = isinstance(x_update, AdaptiveUpdate)
-        if not (adaptive or self._needs_lower):
+    def _policy(self, y: Variable) -> StepSizePolicy:
+        if not (self._needs_lower or self.rates.upper is None):
             return GivenSizes(self.rates)
-        return MeasuredSizes(
+        return FoundSizes(
             self.rates,
             y,
             stiffness=self.stiffness if self._needs_lower else None,
             raises=self._raises_multiplier,
-            unit=self._unit,
-            merit=MeritCheck(x, y, x_update, problem)
-            if isinstance(x_update, AdaptiveUpdate)
-            else None,
+            inner_steps=getattr(self, "inner_steps", 1),
+            follows_path=self.follows_path and self.rates.lower is None,
         )

@@ -18,11 +18,10 @@ from bilevel.methods.state import Info, State
 from bilevel.problem import LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import (
-    REFERENCE_INNER_STEPS,
     Constant,
     FoundRate,
+    FoundSizes,
     GivenSizes,
-    MeasuredSizes,
     NoUpdate,
     OptimizerFactory,
     Rates,
@@ -135,13 +134,12 @@ class NoBilevel(Method[NoBilevelState]):
     def _policy(self, y: Variable) -> StepSizePolicy:
         if self.rates.lower is not None:
             return GivenSizes(self.rates)
-        return MeasuredSizes(
+        return FoundSizes(
             self.rates,
             y,
             stiffness=lambda lower, upper, multiplier: lower,
             raises=False,
-            unit=-(-REFERENCE_INNER_STEPS // self.inner_steps),
-            merit=None,
+            inner_steps=self.inner_steps,
         )
 
     def step(self, evaluator: Evaluator, state: NoBilevelState, sizes: StepSizes) -> Info:

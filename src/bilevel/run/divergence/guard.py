@@ -13,12 +13,10 @@ from bilevel.run.divergence.diagnosis import (
     measured_cause,
     probing,
     slow_down,
-    updates_of,
 )
 from bilevel.run.divergence.signs import BLOCK, Signs
 from bilevel.run.history import Recorder
 from bilevel.run.solver import Solver
-from bilevel.stepping import AdaptiveUpdate
 from bilevel.variables import Stateful, saved
 
 Reaction: TypeAlias = Literal["raise", "warn", "backtrack"]
@@ -58,7 +56,8 @@ class Guard:
         self._recorder = recorder
         self._others = others
         self._reaction = reaction
-        adaptive = any(isinstance(u, AdaptiveUpdate) for u in updates_of(solver, Level.UPPER))
+        rates = getattr(solver.method, "rates", None)
+        adaptive = rates is not None and rates.upper is None
         self._signs = Signs(
             scheduled=callable(getattr(solver.method, "multiplier", None)),
             patience=PATIENCE if adaptive else 0,
