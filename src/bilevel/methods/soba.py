@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import count
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
-from bilevel.methods.implicit import leave_upper_gradient, lower_slopes, one_copy
+from bilevel.methods.implicit import Point, one_copy
 from bilevel.methods.reference import (
     at,
     given,
@@ -25,7 +27,7 @@ from bilevel.methods.reference import (
 )
 from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Objective, Phi, Problem
-from bilevel.sampling import Draw
+from bilevel.sampling import Draw, Sample
 from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
 from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
@@ -41,6 +43,25 @@ class SOBAState(OneCopyState):
 
     adjoint: Tensor
     average: list[Tensor]
+
+
+Directions: TypeAlias = tuple[list[Tensor], Tensor, Tensor]
+"""The directions of x, for each leaf, and of y and v, flat."""
+
+
+def directions(
+    point: Point, v: Tensor, upper: Iterable[Sample], lower: Iterable[Sample]
+) -> Directions:
+    """The three directions at one point (x, y, v), on the parts of one pair of samples."""
+    x, y = point.x, point.y
+    with buffers_kept(x, y):
+        f_y = point.leave_upper_gradient(upper)
+    g_y = torch.zeros_like(f_y)
+    # y takes its step from this evaluation, so the buffers that it moves stay moved
+    for slope in point.lower_slopes(lower):
+        g_y += slope.vector.detach()
+        slope.backward(-v, x, y)
+    return x.take_grads(), g_y, -(flatten(y.take_grads()) + f_y)
 
 
 @dataclass(frozen=True)
@@ -117,23 +138,20 @@ class SOBA(DescentMethod[SOBAState]):
         return SOBAState(**one_copy(self, problem, x, y), adjoint=adjoint, average=[])
 
     def step(self, evaluator: Evaluator, state: SOBAState, sizes: StepSizes) -> Info:
-        x, y = state.x, state.y
+        point = Point(evaluator, state.x, state.y, type(self).__name__, check=state.k == 0)
+        upper, lower = evaluator.draw.parts(upper=True), evaluator.draw.parts(lower=True)
+        return self._advance(point, state, sizes, directions(point, state.adjoint, upper, lower))
+
+    def _advance(self, point: Point, state: SOBAState, sizes: StepSizes, d: Directions) -> Info:
+        """Move x, y and v, each against its direction."""
+        x, y, evaluator, (d_x, d_y, d_v) = point.x, point.y, point.evaluator, d
         gamma = state.y_update.choose(sizes.lower)
         rho = sizes.lower if self.rho is None else positive_at("adjoint_lr", self.rho, state.k)
-
-        with buffers_kept(x, y):
-            f_y = leave_upper_gradient(evaluator, state)
-        g_y = torch.zeros_like(f_y)
-        # y takes its step from this evaluation, so the buffers that it moves stay moved
-        for slope in lower_slopes(evaluator, state, type(self).__name__):
-            g_y += slope.vector.detach()
-            slope.backward(-state.adjoint, x, y)
-        adjoint = state.adjoint + rho * (flatten(y.take_grads()) + f_y)
+        adjoint = state.adjoint - rho * d_v
         evaluator.require_finite(["the adjoint v"], [adjoint])
-        evaluator.require_finite(x.gradient_names, x.grads())
-
-        self._smooth(state)
-        y.set_grads(unflatten_like(g_y, y.leaves))
+        evaluator.require_finite(x.gradient_names, d_x)
+        x.set_grads(self._smoothed(state, d_x))
+        y.set_grads(unflatten_like(d_y, y.leaves))
         step_of_y = Descent(Phi(LOWER, x, [y], 1.0), [Move(state.y_update, gamma)])
         info = evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma, also=step_of_y)
         state.adjoint.copy_(adjoint)
@@ -160,8 +178,9 @@ class SOBA(DescentMethod[SOBAState]):
         """The weight of the newest x direction in what x follows."""
         return 1.0
 
-    def _smooth(self, state: SOBAState) -> None:
-        """Replace the direction on x by what x is to follow: itself."""
+    def _smoothed(self, state: SOBAState, d_x: list[Tensor]) -> list[Tensor]:
+        """What x is to follow, given its newest direction: that itself."""
+        return d_x
 
 
 @dataclass(frozen=True)
@@ -231,8 +250,8 @@ class MASOBA(SOBA):
             raise ArgumentError(f"averaging({k}) must be at most 1, not {theta!r}")
         return theta
 
-    def _smooth(self, state: SOBAState) -> None:
+    def _smoothed(self, state: SOBAState, d_x: list[Tensor]) -> list[Tensor]:
         theta = self._newest(state.k)
         torch._foreach_mul_(state.average, 1 - theta)
-        torch._foreach_add_(state.average, state.x.grads(), alpha=theta)
-        state.x.set_grads([h.clone() for h in state.average])
+        torch._foreach_add_(state.average, d_x, alpha=theta)
+        return [h.clone() for h in state.average]

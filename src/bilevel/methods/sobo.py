@@ -11,8 +11,7 @@ from torch import Tensor
 from bilevel.errors.checks import check_count
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
-from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import ImplicitMethod, one_copy
+from bilevel.methods.implicit import ImplicitMethod, Point, one_copy
 from bilevel.methods.reference import (
     at,
     given,
@@ -105,13 +104,11 @@ class SOBO(ImplicitMethod[OneCopyState]):
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
         return OneCopyState(**one_copy(self, problem, x, y))
 
-    def _adjoint(
-        self, evaluator: Evaluator, state: OneCopyState, f_y: Tensor, sizes: StepSizes
-    ) -> Tensor:
+    def _adjoint(self, point: Point, state: OneCopyState, f_y: Tensor, sizes: StepSizes) -> Tensor:
         eta = sizes.lower if self.eta is None else positive_at("neumann_lr", self.eta, state.k)
         term = total = f_y
         for _ in range(self.neumann_steps):
-            term = term - eta * self._slope(evaluator, state).hessian_product(term)
+            term = term - eta * point.next_slope().hessian_product(term)
             total = total + term
         return eta * total
 
