@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# The tests start many processes, each of which would compile the library anew without these files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint types quick whole recipes rates cleaning mixing clean
 
 demo: $(INSTALLED)
