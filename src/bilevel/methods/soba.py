@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import TypeAlias
@@ -17,14 +17,7 @@ from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.implicit import Point, one_copy
-from bilevel.methods.reference import (
-    at,
-    given,
-    gradient_x,
-    gradient_y,
-    hessian_y,
-    mixed_product,
-)
+from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Objective, Phi, Problem
 from bilevel.sampling import Draw, Sample
@@ -111,6 +104,7 @@ class SOBA(DescentMethod[SOBAState]):
     _: KW_ONLY
     adjoint_lr: Rate | None = None
 
+    auxiliary_rate = "adjoint_lr"
     properties = Properties(
         order=2,
         gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
@@ -119,19 +113,6 @@ class SOBA(DescentMethod[SOBAState]):
         reference="Dagreou, Ablin, Vaiter, Moreau 2022",
         abilities=SECOND_ORDER,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.rho  # a bad rate is refused at construction
-
-    @cached_property
-    def rho(self) -> Schedule | None:
-        """The step of the adjoint as a function of k; None: as lower_lr."""
-        return None if self.adjoint_lr is None else as_schedule("adjoint_lr", self.adjoint_lr)
-
-    @property
-    def _needs_lower(self) -> bool:
-        return super()._needs_lower or (self.lower_optimizer is not None and self.rho is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
         adjoint = torch.zeros_like(flatten(y.leaves), requires_grad=False)
@@ -146,8 +127,7 @@ class SOBA(DescentMethod[SOBAState]):
         """Move x, y and v, each against its direction."""
         x, y, evaluator, (d_x, d_y, d_v) = point.x, point.y, point.evaluator, d
         gamma = state.y_update.choose(sizes.lower)
-        rho = sizes.lower if self.rho is None else positive_at("adjoint_lr", self.rho, state.k)
-        adjoint = state.adjoint - rho * d_v
+        adjoint = state.adjoint - self.auxiliary_at(state.k, sizes.lower) * d_v
         evaluator.require_finite(["the adjoint v"], [adjoint])
         evaluator.require_finite(x.gradient_names, d_x)
         x.set_grads(self._smoothed(state, d_x))
@@ -162,7 +142,7 @@ class SOBA(DescentMethod[SOBAState]):
         v, h = torch.zeros_like(y), torch.zeros_like(x)
         for k in count():
             gamma, _, eta, _ = given(self.rates.at(k, 0.0))
-            rho, theta = at(self.rho, k, gamma), self._newest(k)
+            rho, theta = self.auxiliary_at(k, gamma), self._newest(k)
             (zeta, _), (phi, _) = (
                 next(draw.upper.parts(None, None)),
                 next(draw.lower.parts(None, None)),
@@ -219,14 +199,7 @@ class MASOBA(SOBA):
     _: KW_ONLY
     averaging: Rate = 0.1
 
-    properties = Properties(
-        order=2,
-        gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
-        copies=1,
-        assumes="g strongly convex in y and twice differentiable; f and g smooth",
-        reference="Chen, Xiao, Balasubramanian 2024",
-        abilities=SECOND_ORDER,
-    )
+    properties = replace(SOBA.properties, reference="Chen, Xiao, Balasubramanian 2024")
 
     def __post_init__(self) -> None:
         super().__post_init__()
