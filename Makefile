@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# The tests start many processes, each of which would compile the library anew without these files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint types quick whole recipes rates cleaning mixing clean
 
 demo: $(INSTALLED)
@@ -51,6 +54,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q src
 	touch $@
 
 clean:

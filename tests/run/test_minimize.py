@@ -270,7 +270,7 @@ def same(a: Any, b: Any) -> bool:
     [
         *((method, False) for method in METHODS.values()),
         (bilevel.F2SA(), False),
-        (METHODS["f2sa"], True),
+        pytest.param(METHODS["f2sa"], True, marks=pytest.mark.slow),
     ],
     ids=[*METHODS, "auto", "compiled"],
 )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Method, S
 from bilevel.methods.capabilities import Ability, Limit
-from bilevel.problem import Problem
+from bilevel.problem import Number, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import (
     FoundRate,
@@ -22,6 +22,8 @@ from bilevel.stepping import (
     Schedule,
     StepSizePolicy,
     Update,
+    as_schedule,
+    positive_at,
     rate_or_optimizer,
 )
 from bilevel.variables import Variable
@@ -74,13 +76,28 @@ class DescentMethod(Method[S]):
         ),
     )
 
+    auxiliary_rate: ClassVar[str] = ""
+    """The argument for one more rate of the lower level, which is lower_lr where it is None."""
+
     def __post_init__(self) -> None:
-        _ = self.rates  # a bad rate is refused at construction
+        _ = self.rates, self._auxiliary  # a bad rate is refused at construction
 
     @cached_property
     def rates(self) -> Rates:
         """The step sizes as functions of k."""
         return Rates(self._lower_schedule(), self._upper_schedule())
+
+    @cached_property
+    def _auxiliary(self) -> Schedule | None:
+        """The auxiliary rate as a function of k; None: as lower_lr."""
+        rate = getattr(self, self.auxiliary_rate) if self.auxiliary_rate else None
+        return None if rate is None else as_schedule(self.auxiliary_rate, rate)
+
+    def auxiliary_at(self, k: int, lower: Number) -> Number:
+        """The auxiliary rate at step k, at which that of y is ``lower``."""
+        if self._auxiliary is None:
+            return lower
+        return positive_at(self.auxiliary_rate, self._auxiliary, k)
 
     def _lower_schedule(self) -> Schedule | None:
         return rate_or_optimizer("lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer)
@@ -95,7 +112,8 @@ class DescentMethod(Method[S]):
     @property
     def _needs_lower(self) -> bool:
         """Whether the lower step has to be found."""
-        return self.rates.lower is None
+        follows = bool(self.auxiliary_rate) and self._auxiliary is None
+        return self.rates.lower is None or (follows and self.lower_optimizer is not None)
 
     @property
     def _raises_multiplier(self) -> bool:

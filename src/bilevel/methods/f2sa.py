@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from bilevel import theory
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice, check_count, check_flag
 from bilevel.methods.base import Iterates
@@ -24,6 +23,9 @@ from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil,
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes, Update, updates_of_copies
 from bilevel.variables import Variable, frozen
+
+if TYPE_CHECKING:
+    from bilevel import theory
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -109,7 +111,7 @@ class F2SA(PaperMethod[F2SAState]):
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
         >>> method = bilevel.F2SA(lower_lr=0.5, upper_lr=0.2, multiplier=50.0)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=100)
         >>> bool(problem.gradient(result.x).norm() < 0.1 * problem.gradient(problem.x0).norm())
         True
 
