@@ -27,7 +27,9 @@ directions at the two ends and s the way between them, but at most twice the las
 the step doubles where the merit fell by more than its standard error, and shrinks by a fifth where
 it did not: what x gains is then no more than what noise takes. Windows double up to 64 steps.
 
-The first step promises a tenth of the merit and is at most a tenth as long as x.
+The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
+a test sees only what the probe shows, no entry of x moves by more than four times the root mean
+square of all, or four units if that is more.
 
 *The multiplier* starts at the number that is given (10), or at ten times the ratio of the
 curvatures of f and g if that is more. It is raised where f, seen from the two ends of the finite
@@ -74,6 +76,9 @@ SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
 TOLERATED = 0.1
 STEEPER = 4.0
+LONGEST_MOVE = 4.0
+"""In units of x: from one end of a sigmoid to the other."""
+
 MOST_RESTS = 10
 """At the start, until y is near the lower solution; later three are enough to tell."""
 
@@ -312,6 +317,10 @@ class FoundSizes(GivenSizes):
         if not math.isnan(n.failed):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
+            if n.drift > TOLERATED * abs(value):
+                n.upper *= 0.25
+                self._rest_at_new_start()
+                return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
                 parabola = 0.5 * n.promised / (n.promised + rise) if n.promised > 0 else 0.0
@@ -383,11 +392,14 @@ class FoundSizes(GivenSizes):
                 )
             )
             return 0.0
+        x = flatten(state.x.leaves)
         if math.isnan(n.upper):
-            x = flatten(state.x.leaves)
             length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
             promise = FIRST_SHARE * abs(statistics.fmean(merits or [0.0])) / norm
             n.upper = min(length, promise or length) / norm / self._unit
+        if self._noisy:
+            size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
+            n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
         self._changes = True
         return n.upper
 
