@@ -181,33 +181,43 @@ class Solver(Resumable):
         number that is not finite, and where the data is an iterator that cannot go back. (Any other
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
+        x, y = self.final_point()
+        return y if self._x_is(x) else self.y
+
+    def final_point(self) -> tuple[Any, Any]:
+        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them.
+
+        With ``upper_lr="auto"`` it is the last x that passed its test: the extra step of
+        :meth:`lower_solution` also tests where the steps since then have led.
+        """
         if self.k and not self._one_pass_data:
             try:
                 return self._fitted_at_x()
             except (NonFiniteError, DataExhaustedError):
-                pass  # the copy of the last step is finite, and is returned below
+                pass  # the point of the last step is finite, and is returned below
             except torch.cuda.OutOfMemoryError:
                 if self.ranks is not None:  # the other ranks wait for this one
                     raise
-        return self.y
+        return self.x, self.y
 
-    def _fitted_at_x(self) -> Any:
+    def _fitted_at_x(self) -> tuple[Any, Any]:
         before = self.state_dict()
         try:
             # The same k again: a schedule may not be defined beyond the last step of a run.
             self.state.k -= 1
-            info = self.step(measure=False)
-            self.settle()
-            if info.upper_lr != 0 or self._x_is(before["state"]["x"]):
-                return self.y
+            self.state.policy.close()
+            self.step(measure=False)
+            if self.state.policy.returned:
+                return self.x, self.y
+            x = self.state.x.clone()
+            x.load_state_dict(before["state"]["x"])  # given steps have moved x on
+            return x.detached(), self.y
         finally:
             rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
-        return self.y  # "auto" took x back before the step, so that y was fitted elsewhere
 
-    def _x_is(self, saved: dict[str, Any]) -> bool:
-        other = self.state.x.clone()
-        other.load_state_dict(saved)
+    def _x_is(self, point: Any) -> bool:
+        other = Variable.copy_of(point, "x")
         pairs = zip(self.state.x.leaves, other.leaves, strict=True)
         return all(torch.equal(local_part(a), local_part(b)) for a, b in pairs)
 

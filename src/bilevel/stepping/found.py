@@ -183,6 +183,7 @@ class FoundSizes(GivenSizes):
         self._numbers = Numbers(window=self._unit)
         self._reference: Reference | None = None
         self._signal = 0.0
+        self._closing = False
 
     def without_pace(self) -> None:
         self._follows_path, self.pace = False, None
@@ -191,7 +192,7 @@ class FoundSizes(GivenSizes):
 
     def looks_next(self, state: Iterate) -> bool:
         n = self._numbers
-        return self._noisy is None or state.k == 0 or n.since + 1 >= n.window
+        return self._closing or self._noisy is None or state.k == 0 or n.since + 1 >= n.window
 
     def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
         n = self._numbers
@@ -371,6 +372,8 @@ class FoundSizes(GivenSizes):
     ) -> float:
         """Begin a window here; the step of x."""
         n = self._numbers
+        if self._closing:
+            return 0.0
         if n.looks & (n.looks - 1) == 0 and self._raise_multiplier(objectives, state):
             return 0.0
         n.rests = 0
@@ -419,6 +422,9 @@ class FoundSizes(GivenSizes):
         state.reset_estimators()
         return 0.0
 
+    def close(self) -> None:
+        self._closing = self._tests
+
     @torch.no_grad()
     def take_back(self, state: Iterate) -> bool:
         n = self._numbers
@@ -453,7 +459,7 @@ class FoundSizes(GivenSizes):
             mine.load_state_dict(theirs)
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
-        self._signal = state["signal"]
+        self._signal, self._closing = state["signal"], False
 
 
 def _places(state: Iterate) -> list[list[Tensor]]:

@@ -82,6 +82,9 @@ class GivenSizes:
         """
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Let the next step be one that fits y and tests x, but does not move x further."""
+
     def take_back(self, state: Iterate) -> bool:
         """Go back to where all was well, after a number that is not finite; whether that is so."""
         return False
