@@ -31,6 +31,7 @@ from bilevel.errors.exceptions import (
     RowError,
     RunError,
     StateError,
+    TiedWarning,
     UnbatchedWarning,
     warn,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "RowError",
     "RunError",
     "StateError",
+    "TiedWarning",
     "UnbatchedWarning",
     "warn",
 ]

@@ -202,6 +202,10 @@ class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
 
 
+class TiedWarning(BilevelWarning):
+    """One tensor stands twice in a variable, where it is one variable; two may have been meant."""
+
+
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
 

@@ -27,8 +27,9 @@ class Solver(Resumable):
 
     Args:
         problem: the two objectives.
-        x0, y0: where to start; they are copied and never changed. A function without arguments
-            builds what cannot be copied, a module that ``fully_shard`` has divided: it is called
+        x0, y0: where to start; they are copied and never changed. A tensor or module that stands
+            twice in one of them is one variable, in every copy. A function without arguments builds
+            what cannot be copied, a module that ``fully_shard`` has divided: it is called
             once for each copy that the method holds, and these are given the numbers of the first.
         method: a name in :data:`bilevel.METHODS` or a method object such as ``bilevel.F2SA(...)``.
         upper_data, lower_data: what the batches of f and of g are drawn from. None: no data, the
