@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
-from bilevel.variables import Variable, buffers_kept, frozen, is_sharded
+from bilevel.variables import Variable, is_sharded
 
 Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``objective(x, y, batch) -> scalar tensor``; batch is None where there is no data."""
@@ -102,47 +101,6 @@ class Objectives(Protocol):
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the ranks of an objective or of its gradient."""
-
-
-def check_objectives(
-    problem: Problem, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any
-) -> None:
-    """Evaluate the objectives and raise unless they are scalar functions of x and y."""
-    levels = (("upper", problem.f, upper_batch), ("lower", problem.g, lower_batch))
-    with torch.enable_grad(), buffers_kept(x, y):
-        with frozen(x):
-            for name, objective, batch in levels:  # one graph at a time: they may be large
-                try:
-                    value = objective(x, y, batch)
-                except (TypeError, AttributeError) as error:  # what the use of None raises
-                    if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
-                        error.add_note(
-                            f"{name}(x, y, batch) was called with the batch None, as it always "
-                            f"is without {name}_data"
-                        )
-                    raise
-                if not _depends(value, y):
-                    raise ObjectiveError(
-                        f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
-                        f"depend on y through differentiable operations; check for detach(), "
-                        f"item(), no_grad() or an unused y"
-                    )
-                del value
-        with frozen(y):
-            if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
-                raise ObjectiveError(
-                    "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
-                    "differentiable operations, so there is nothing to optimize"
-                )
-
-
-def _depends(value: Tensor, variable: Variable) -> bool:
-    """Whether a gradient reaches any leaf of the variable."""
-    if not value.requires_grad or any(map(is_sharded, variable.leaves)):
-        # the leaves of a sharded module are not in the graph, only what is assembled from them
-        return value.requires_grad
-    grads = torch.autograd.grad(value, variable.leaves, allow_unused=True)
-    return any(grad is not None for grad in grads)
 
 
 def _scalar(name: str, value: Any) -> Tensor:
