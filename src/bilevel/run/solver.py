@@ -13,7 +13,7 @@ from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_s
 from bilevel.engine.ranks import GroupChoice, ranks_of
 from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
-from bilevel.problem import Problem, check_objectives
+from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
@@ -57,8 +57,8 @@ class Solver(Resumable):
             time.
         chunk_size: the largest part in which samples are evaluated, so that memory stays flat:
             those behind the x direction and, with F2SA and F2BA, each minibatch, whose gradients
-            are accumulated over its parts. Objectives that are means over their batch have the same
-            gradients then. None: as batch_size.
+            are accumulated over its parts. That gives the gradient of the whole for objectives that
+            are means over their batch; others, such as sums, are refused. None: as batch_size.
         seed: of everything random in the run, the objectives' own use of torch's global generator
             included.
         device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
@@ -115,7 +115,8 @@ class Solver(Resumable):
         self._description = made.description
         if self.ranks is not None:
             agree_on_ranks(self.ranks, made, self._settings())
-        self.state: State = on_every_rank(self.ranks, partial(self._begin, made.x, made.y))
+        begin = partial(self._begin, made.sampling, made.x, made.y)
+        self.state: State = on_every_rank(self.ranks, begin)
         optimizers = settings.of_optimizers(self.state)
         if self.ranks is not None:
             self.ranks.require_same(optimizers, settings.differences)
@@ -125,11 +126,10 @@ class Solver(Resumable):
                 self.evaluator, made.execution, self.method, self.state
             )
 
-    def _begin(self, x: Variable, y: Variable) -> State:
+    def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            batches = self.draw.upper.peek(), self.draw.lower.peek()
-            check_objectives(self.problem, x, y, *batches)
+            sampling.check(self.problem, x, y, *self.draw.peek())
             state: State = self.method.init(self.problem, x, y)
             return state
 
@@ -202,7 +202,7 @@ class Solver(Resumable):
             if info.upper_lr != 0 or self._x_is(before["state"]["x"]):
                 return self.y
         finally:
-            rewinds = self.draw.upper.probed and self.draw.lower.probed
+            rewinds = self.draw.upper.rewinds and self.draw.lower.rewinds
             self._load(before, data=rewinds)
         return self.y  # "auto" took x back before the step, so that y was fitted elsewhere
 

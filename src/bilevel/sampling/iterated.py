@@ -23,6 +23,8 @@ class Iterated(Stream):
     at the start of the epoch and a count of batches, so resuming replays the epoch up to there.
     """
 
+    rewinds = False
+
     def __init__(self, data: Iterable[Any], name: str, device: torch.device | None) -> None:
         self._data = data
         self._name = name

@@ -452,3 +452,46 @@ def test_bad_choices_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Checkpoint(**{"folder": "run", **options})
     assert dataclasses.is_dataclass(Checkpoint)
+
+
+class Outside:
+    """A loop of somebody else's, which hands its batch on."""
+
+    def __init__(self, batch: Tensor) -> None:
+        self.batch = batch
+
+    def solver(self, **more: Any) -> Solver:
+        problem = Problem(
+            lambda x, y, batch: ((y - 1) ** 2).mean(),
+            lambda x, y, batch: ((y - x - batch) ** 2).mean(),
+        )
+        method = F2SA(0.1, 0.1, inner_steps=2)
+        return Solver(
+            problem, torch.zeros(2), torch.zeros(2), method=method, **more,
+            lower_data=lambda _: self.batch,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"upper_data": torch.randn(9, 2), "batch_size": 3}], ids=["alone", "beside rows"]
+)
+def test_a_run_on_batches_from_outside_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
+    batches = [torch.full((3, 2), float(k)) for k in range(8)]
+
+    def steps(outside: Outside, solver: Solver, part: list[Tensor]) -> None:
+        for batch in part:
+            outside.batch = batch
+            solver.step()
+
+    outside = Outside(batches[0])
+    solver = outside.solver(**more)
+    steps(outside, solver, batches[:4])
+    solver.save(tmp_path / "state")
+    solver.lower_solution()  # leaves the run where it is
+    steps(outside, solver, batches[4:])
+    later = Outside(torch.randn(3, 2))
+    again = later.solver(**more)
+    again.load(tmp_path / "state")
+    steps(later, again, batches[4:])
+    assert torch.equal(again.x, solver.x)
+    assert torch.equal(again.y, solver.y)
