@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import stat
@@ -320,6 +321,18 @@ def test_what_fails_in_the_end_leaves_nothing(
     (tmp_path / "out").mkdir()
     run(paths, tmp_path / "out", code=1)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_labels_that_look_like_formulas_are_not_computed(animals: Animals, tmp_path: Path) -> None:
+    names = {"ant": "+1+1", "bee": "@SUM(1+1)", "cat": "-1"}
+    animals = copy.copy(animals)
+    animals.frame = animals.frame.assign(label=animals.frame["label"].map(names))
+    paths = animals.write_csv(tmp_path)
+    run(paths, tmp_path / "out", "--label", "label")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv", dtype=str)
+    assert set(table["given_label"]) == {"'+1+1", "'@SUM(1+1)", "-1"}
+    assert set(table["suggested_label"]) == {"'+1+1", "'@SUM(1+1)", "-1"}
+    assert load_model(tmp_path / "out").classes == sorted(names.values(), key=str)
 
 
 def test_results_may_be_read_by_whom_the_system_lets_read(tmp_path: Path) -> None:

@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 Labels: TypeAlias = npt.NDArray[np.str_]
 
+IMAGE_FORMATS = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".webp": "WEBP",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+}
+"""The formats of images, as Pillow calls them, by the endings of file names."""
+
 _GREY_MODES = ("1", "L")  # of Pillow
 
 
@@ -208,19 +220,31 @@ def size_and_greyness(path: Path) -> tuple[tuple[int, int], bool]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    from PIL import Image
+    """The image, read by the decoder that its name asks for.
+
+    Pillow would choose among all of its decoders by the first bytes of the file. Some of them run
+    other programs, such as Ghostscript for EPS.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    kind = IMAGE_FORMATS[path.suffix.lower()]
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damage that does not keep the image from loading
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with Image.open(path, formats=[kind]) as image:
                 yield image
     except (
         *(OSError, SyntaxError, ValueError, EOFError, IndexError),  # what decoders raise
         *(TypeError, KeyError, OverflowError, NotImplementedError, struct.error, zlib.error),
         *(Image.DecompressionBombError, Image.DecompressionBombWarning),
     ) as error:
+        if isinstance(error, UnidentifiedImageError):
+            raise InputError(
+                f"{printable(path)} cannot be read as an image: it is not in the format {kind}, "
+                f"which its name says"
+            ) from error
         raise InputError(f"{printable(path)} cannot be read as an image: {error}") from error
 
 
