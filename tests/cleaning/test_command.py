@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from bilevel.cleaning import load_model
@@ -149,6 +151,56 @@ def test_what_is_no_model_is_refused(animals: Animals, tmp_path: Path) -> None:
     (tmp_path / "out" / "model.safetensors").write_bytes(b"\x80\x04.")
     with pytest.raises(InputError, match="no model that can be read"):
         load_model(tmp_path / "out")
+
+
+def changed(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(description: Any) -> None:
+        for key in path[:-1]:
+            description = description[key]
+        description[path[-1]] = to
+
+    return change
+
+
+FORGED_MODELS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "too few classes": (changed("classes", to=["ant", "bee"]), {}),
+    "one class": (changed("classes", to=["ant"]), {}),
+    "a class twice": (changed("classes", to=["ant", "ant", "bee"]), {}),
+    "classes that are no text": (changed("classes", to=[1, 2, 3]), {}),
+    "no sharpness": (changed("sharpness", to=math.nan), {}),
+    "negative sharpness": (changed("sharpness", to=-1.0), {}),
+    "sharpness in words": (changed("sharpness", to="high"), {}),
+    "an unknown encoder": (changed("features", "kind", to="sounds"), {}),
+    "an unknown column": (changed("features", "columns", 0, "kind", to="sound"), {}),
+    "a column without a scale": (changed("features", "columns", 0, "scale", to=0), {}),
+    "a mean in words": (changed("features", "columns", 0, "mean", to="middle"), {}),
+    "a category that is none": (changed("features", "columns", 2, "values", to=7), {}),
+    "a word too many": (changed("features", "columns", 3, "vocabulary", to=["a", "b"]), {}),
+    "columns that are none": (changed("features", "columns", to=5), {}),
+    "weights of another size": (lambda d: None, {"weight": np.zeros((2, 3), np.float32)}),
+    "weights that are not finite": (lambda d: None, {"bias": np.full(3, np.nan, np.float32)}),
+    "idf of another size": (lambda d: None, {"idf.0": np.ones(2)}),
+    "columns that are not there": (lambda d: None, {"columns": np.array([10**9])}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    run(Animals().write_csv(folder), folder / "out", "--label", "label")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", FORGED_MODELS)
+def test_forged_models_are_refused(saved_model: Path, tmp_path: Path, name: str) -> None:
+    change, tensors = FORGED_MODELS[name]
+    description = json.loads((saved_model / "model.json").read_text())
+    found = load_file(saved_model / "model.safetensors")
+    change(description)
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    save_file({**found, **tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="lacks what it needs"):
+        load_model(tmp_path)
 
 
 def test_columns_are_taken_for_what_they_look_like(animals: Animals) -> None:

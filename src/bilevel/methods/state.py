@@ -106,6 +106,8 @@ class State:
                 f"the saved state has the fields {sorted(state)}, but {type(self).__name__} has "
                 f"{sorted(mine)}; was it saved by another method?"
             )
+        if not state["k"] >= 0:
+            raise StateError(f"the saved state says that {state['k']!r} steps were taken")
         for name in mine:
             setattr(self, name, loaded(getattr(self, name), state[name]))
 

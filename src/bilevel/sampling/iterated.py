@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,6 +108,13 @@ class Iterated(Stream):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        most = math.inf
+        with suppress(TypeError):  # it does not say how many batches it has
+            most = len(self._data)  # type: ignore[arg-type]
+        if not 0 <= state["position"] <= most:
+            raise StateError(
+                f"the saved position in {self._name} is {state['position']!r}, of {most} batches"
+            )
         if self._once:
             behind = state["position"] - self._position
             if behind < 0:
