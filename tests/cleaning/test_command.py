@@ -296,7 +296,7 @@ def test_ids_are_kept_as_they_are_written(animals: Animals, tmp_path: Path) -> N
 def test_truth_values_are_categories_as_they_are_written(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("flag,label\nTRUE,a\nFALSE,b\nTRUE,a\nFALSE,b\n")
     samples = read(tmp_path / "t.csv", label="label")
-    assert samples.frame["flag"].tolist() == ["TRUE", "FALSE", "TRUE", "FALSE"]
+    assert samples.table["flag"].tolist() == ["TRUE", "FALSE", "TRUE", "FALSE"]
 
 
 def test_labels_that_are_numbers_are_counted_as_people_do(animals: Animals) -> None:

@@ -43,7 +43,7 @@ class ColumnChoices:
 
     def check(self, samples: TableSamples) -> None:
         """Refuse columns that do not exist or are named twice."""
-        unknown = [name for name in self.named if name not in samples.frame.columns]
+        unknown = [name for name in self.named if name not in samples.table]
         if unknown:
             raise InputError(
                 f"{samples.name} has no column {listed(unknown)} among its features, which are "

@@ -218,7 +218,7 @@ class TableEncoder(Encoder):
         for name in samples.columns:
             if name in choices.ignore:
                 continue
-            column = fit_column(name, samples.frame[name].to_numpy(), samples.name, choices)
+            column = fit_column(name, samples.table[name], samples.name, choices)
             if column is None:
                 notices.append(f"The column {name!r} was left out: nothing in it occurs twice.")
             else:
@@ -230,13 +230,13 @@ class TableEncoder(Encoder):
     def encode(self, samples: Samples) -> Any:
         _check_kind(samples, TableSamples, "a table")
         assert isinstance(samples, TableSamples)
-        missing = [c.name for c in self.columns if c.name not in samples.frame.columns]
+        missing = [c.name for c in self.columns if c.name not in samples.table]
         if missing:
             raise InputError(
                 f"{samples.name} has no column {listed(missing)}, which the training samples have; "
                 f"its columns are {listed(samples.columns, 20)}"
             )
-        blocks = [c.encode(samples.frame[c.name].to_numpy(), samples.name) for c in self.columns]
+        blocks = [c.encode(samples.table[c.name], samples.name) for c in self.columns]
         if self._sparse:
             return sparse.hstack(blocks, format="csr")
         return np.hstack([b if isinstance(b, np.ndarray) else b.toarray() for b in blocks])

@@ -124,12 +124,14 @@ def from_frame(
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
-    columns = {column: _numbers_or_text(others[column], name) for column in others.columns}
-    return TableSamples(name, pd.DataFrame(columns), labels, ids)
+    table = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
+    return TableSamples(name, table, labels, ids)
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:
     """The values as float64 or as text; other types are refused."""
+    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iuf":  # the usual case
+        return series.to_numpy(dtype=np.float64)
     if isinstance(series.dtype, pd.CategoricalDtype):
         series = series.astype(object)
     if pd.api.types.is_bool_dtype(series.dtype):

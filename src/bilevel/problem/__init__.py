@@ -3,7 +3,7 @@
 from bilevel.problem import sets
 from bilevel.problem.checking import check_means, check_objectives
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
-from bilevel.problem.problem import Objective, Objectives, Problem
+from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
 from bilevel.problem.sets import (
     Ball,
     Box,
@@ -24,6 +24,7 @@ __all__ = [
     "Box",
     "Evaluation",
     "Level",
+    "Metrics",
     "Number",
     "Objective",
     "Objectives",

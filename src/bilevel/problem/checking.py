@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ObjectiveError
-from bilevel.problem.problem import Problem
+from bilevel.problem.problem import Metrics, Problem
 from bilevel.sampling import count_rows, map_tensors, take_rows
 from bilevel.variables import Variable, buffers_kept, frozen, global_norm, is_sharded, stored_values
 
 
 def check_objectives(
     problem: Problem, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any
-) -> None:
+) -> tuple[str, ...]:
     """Evaluate the objectives; raise unless they are scalar functions of x and y and write to none.
 
     What an objective writes into x, y or the batch would be lost in some copies and evaluations
-    and kept in others.
+    and kept in others. Returned are the names of the metrics that they return beside the losses.
     """
+    metrics: Metrics = {}
     levels = (("upper", problem.f, upper_batch), ("lower", problem.g, lower_batch))
     with torch.enable_grad(), buffers_kept(x, y):
         with frozen(x):
             for name, objective, batch in levels:  # one graph at a time: they may be large
                 try:
                     with _unwritten(name, x, y, batch):
-                        value = objective(x, y, batch)
+                        value = objective(x, y, batch, metrics)
                 except (TypeError, AttributeError) as error:  # what the use of None raises
                     if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
                         error.add_note(
@@ -50,6 +51,7 @@ def check_objectives(
                     "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                     "differentiable operations, so there is nothing to optimize"
                 )
+    return tuple(metrics)
 
 
 def check_means(

@@ -189,7 +189,9 @@ def _check(group: Sequence[Run], choices: Choices, x: Variable, y: Variable) -> 
         batches = draw.peek()
     before = randomness.state_dict()
     with randomness:
-        choices.sampling.check(choices.problem, x, y, *batches)
+        metrics = choices.sampling.check(choices.problem, x, y, *batches)
+    if metrics:
+        raise UnbatchableError("the objectives return metrics, which are recorded run by run")
     after = randomness.state_dict()
     if not all(torch.equal(before[device], after[device]) for device in before):
         raise UnbatchableError("the objectives draw random numbers, which differ between runs")

@@ -161,7 +161,12 @@ class _Loop:
         self._options = options
         self._interrupts = interrupts
         self._stopped = self._interrupted = False
-        self._recorder = Recorder(options.steps, options.record_every, solver.state.x.device)
+        self._recorder = Recorder(
+            options.steps,
+            options.record_every,
+            solver.state.x.device,
+            metrics=solver.evaluator.metric_names,
+        )
         self._selector = SELECTORS[options.select](solver, seed)
         self._clock = Clock()
         self._guard = Guard(solver, self._recorder, self._selector, options.on_divergence)

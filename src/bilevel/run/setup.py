@@ -109,11 +109,15 @@ class Sampling:
         data = {name: settings.of_data(getattr(self, name), length=length) for name in LEVELS}
         return data | {name: settings.described(getattr(self, name)) for name in SIZES}
 
-    def check(self, problem: Problem, x: Variable, y: Variable, *batches: Any) -> None:
-        """Evaluate the objectives at the start, as :mod:`bilevel.problem.checking` describes."""
-        check_objectives(problem, x, y, *batches)
+    def check(self, problem: Problem, x: Variable, y: Variable, *batches: Any) -> tuple[str, ...]:
+        """Evaluate the objectives at the start, as :mod:`bilevel.problem.checking` describes.
+
+        Returned are the names of the metrics that they return beside the losses.
+        """
+        metrics = check_objectives(problem, x, y, *batches)
         if self._in_unequal_parts:
             check_means(problem, x, y, *batches)
+        return metrics
 
     @property
     def _in_unequal_parts(self) -> bool:

@@ -129,7 +129,7 @@ class Solver(Resumable):
     def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            sampling.check(self.problem, x, y, *self.draw.peek())
+            self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
             state: State = self.method.init(self.problem, x, y)
             return state
 
