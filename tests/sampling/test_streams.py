@@ -835,3 +835,11 @@ def test_together_of_nothing_is_refused() -> None:
             device=None,
             home=torch.device("cpu"),
         )
+
+
+@pytest.mark.parametrize("function", [lambda: torch.zeros(2), lambda a, b: torch.zeros(2)])
+def test_a_function_that_does_not_take_a_generator_is_refused(function: Any) -> None:
+    problem = bilevel.Problem(lambda x, y, b: (y - 1) ** 2, lambda x, y, b: (y - x) ** 2)
+    for name in ("upper_data", "lower_data"):
+        with pytest.raises(ArgumentTypeError, match=f"{name} must be a function of one argument"):
+            bilevel.Solver(problem, torch.tensor(0.0), torch.tensor(0.0), **{name: function})

@@ -206,6 +206,20 @@ def test_one_parameter_given_for_two_parts_stays_one_in_copies_of_copies(shared:
     assert handed[0] is handed[1]["again"]
 
 
+def test_a_tree_that_holds_itself_or_is_too_deep_is_refused() -> None:
+    cyclic: dict[str, Any] = {"w": ones(2), "parts": []}
+    cyclic["parts"].append(cyclic)
+    with pytest.raises(ArgumentError, match=r"y\['parts'\]\[0\] holds itself"):
+        Variable.copy_of(cyclic, "y")
+    deep: Any = ones(1)
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ArgumentError, match="levels deep"):
+        Variable.copy_of(deep, "y")
+    part = [ones(2)]
+    assert len(Variable.copy_of([part, {"again": [ones(1)]}], "y").leaves) == 2
+
+
 @pytest.mark.parametrize("method", sorted(set(bilevel.METHODS) - {"no-bilevel"}))
 @pytest.mark.parametrize("module", [False, True])
 def test_tied_leaves_are_one_variable_of_every_method(method: str, module: bool) -> None:

@@ -37,15 +37,20 @@ class Solver(Resumable):
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
             function: called with a ``torch.Generator``, it returns a batch. Several of these at
-            once: see :class:`bilevel.sampling.CombinedData`.
+            once: see :class:`bilevel.sampling.CombinedData`. The two are independent: each has a
+            generator of its own, and nothing pairs a batch of f with one of g. Both advance with
+            every evaluation that needs them, so in each inner step, and for the x direction once
+            more; how often each does depends on the method. Data in which f and g belong together,
+            such as the tasks of few-shot learning, must not be given as two functions or lists.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
-        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y). The
-            first step then takes seconds and every later one a fraction of its time; the iterates
-            differ only by rounding, and a run may change over in either direction. What cannot be
-            compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python code that
-            the objectives run beside their computation runs only when they are compiled.
+        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
+            PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
+            and every later one a fraction of its time; the iterates differ only by rounding, and a
+            run may change over in either direction. What cannot be compiled runs as it is, after a
+            :class:`bilevel.errors.CompileWarning`. Python code that the objectives run beside their
+            computation runs only when they are compiled.
         accumulate: for large models (F2SA and F2BA): differentiate the terms of Phi one after
             another, so that the activations of only one of them are alive, and where f is not
             evaluated between the copies, one gradient. A dtype such as ``torch.bfloat16``: and
