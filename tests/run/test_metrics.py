@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bilevel.loggers import figures
+from bilevel.run.loggers import figures
 from torch import Tensor
 
 import bilevel

@@ -585,7 +585,9 @@ def test_a_history_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None
     whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
     monkeypatch.setattr("bilevel.run.history._FIRST_ROWS", 2)
     grown = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
-    many = bilevel.minimize_many(problem, problem.x0, problem.y0, steps=50, seeds=2)
+    many = bilevel.minimize_many(
+        problem, problem.x0, problem.y0, methods=bilevel.F2SA(0.1, 0.1), steps=50, seeds=2
+    )
     for name in set(whole.history) - {"seconds"}:
         np.testing.assert_array_equal(grown.history[name], whole.history[name])
         assert len(many[1].history[name]) == 50
