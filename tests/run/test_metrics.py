@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bilevel.run.loggers import figures
 from torch import Tensor
 
 import bilevel
 from bilevel.errors import CompileWarning, ObjectiveError, UnbatchedWarning
+from bilevel.run.loggers import figures
 
 ROWS = torch.linspace(-1, 2, 36).reshape(12, 3)
 

@@ -218,6 +218,10 @@ class DivergenceWarning(BilevelWarning):
     """A run seems to diverge; the message says what is wrong and what to change."""
 
 
+class PrecisionWarning(BilevelWarning):
+    """A run stalls because of rounding; the message says what to change."""
+
+
 class CheckpointWarning(BilevelWarning):
     """A checkpoint could not be written or read; the message says how the run continues."""
 

@@ -22,6 +22,7 @@ from bilevel.run.checkpoint.settings import differences
 from bilevel.run.divergence import REACTIONS, Guard, Reaction
 from bilevel.run.history import Recorder
 from bilevel.run.outcome import Outcome, Result
+from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
@@ -204,7 +205,9 @@ class _Loop:
                 self._solver.settle()
             if self._saved is not None:
                 self._saved.save()
-        return self._result(self._outcome())
+        result = self._result(self._outcome())
+        warn_if_stalled(self._solver, result.history)
+        return result
 
     def _advance(self) -> None:
         """One step, and what is due after it."""
