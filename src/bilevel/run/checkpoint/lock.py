@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         with suppress(OSError):  # the disk may be full; the name is only for the message
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
         yield
     finally:
         if descriptor in _held:  # not in a forked child
