@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # The tests start many processes, each of which would compile the library anew without these files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint types quick whole recipes rates cleaning mixing clean
+.PHONY: demo test test-all lint types quick whole recipes audit rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -36,6 +36,13 @@ whole: $(INSTALLED)
 recipes: $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-recipes.txt
 	$(BIN)/pytest -n 2 tests/examples tests/mixing/test_huggingface.py
+
+# Known vulnerabilities of what is pinned; docs/dependencies.md says what to do without a connection.
+audit:
+	$(PYTHON) -m venv out/audit
+	out/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements.txt
+	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-recipes.txt
 
 # The figure and the table of the rates in README.md.
 rates: $(INSTALLED)

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks import report
 from bilevel.cli.options import DataDir, JsonFile, Seed
-from bilevel.cli.output import console, make_parents, reports_errors, say, write_json
+from bilevel.cli.output import check_files, console, reports_errors, say, write_json
 from bilevel.experiments import Machine, torch_threads
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def measure(
         options: the keywords of the benchmark's ``run``.
     """
     benchmark: report.Benchmark = import_module(f"benchmarks.{module}")
-    make_parents(json_file)
+    check_files(json_file)
     with torch_threads(threads), Progress(console=console, transient=True) as progress:
         machine = Machine.here()
         rows = benchmark.run(track=progress.track, **options)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from bilevel.cleaning import load_model
@@ -167,6 +170,56 @@ def test_what_is_no_model_is_refused(cleaned: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "out")
 
 
+def changed(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(description: Any) -> None:
+        for key in path[:-1]:
+            description = description[key]
+        description[path[-1]] = to
+
+    return change
+
+
+FORGED_MODELS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "too few classes": (changed("classes", to=["ant", "bee"]), {}),
+    "one class": (changed("classes", to=["ant"]), {}),
+    "a class twice": (changed("classes", to=["ant", "ant", "bee"]), {}),
+    "classes that are no text": (changed("classes", to=[1, 2, 3]), {}),
+    "no sharpness": (changed("sharpness", to=math.nan), {}),
+    "negative sharpness": (changed("sharpness", to=-1.0), {}),
+    "sharpness in words": (changed("sharpness", to="high"), {}),
+    "an unknown encoder": (changed("features", "kind", to="sounds"), {}),
+    "an unknown column": (changed("features", "columns", 0, "kind", to="sound"), {}),
+    "a column without a scale": (changed("features", "columns", 0, "scale", to=0), {}),
+    "a mean in words": (changed("features", "columns", 0, "mean", to="middle"), {}),
+    "a category that is none": (changed("features", "columns", 2, "values", to=7), {}),
+    "a word too many": (changed("features", "columns", 3, "vocabulary", to=["a", "b"]), {}),
+    "columns that are none": (changed("features", "columns", to=5), {}),
+    "weights of another size": (lambda d: None, {"weight": np.zeros((2, 3), np.float32)}),
+    "weights that are not finite": (lambda d: None, {"bias": np.full(3, np.nan, np.float32)}),
+    "idf of another size": (lambda d: None, {"idf.0": np.ones(2)}),
+    "columns that are not there": (lambda d: None, {"columns": np.array([10**9])}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    run(Animals().write_csv(folder), folder / "out", "--label", "label")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", FORGED_MODELS)
+def test_forged_models_are_refused(saved_model: Path, tmp_path: Path, name: str) -> None:
+    change, tensors = FORGED_MODELS[name]
+    description = json.loads((saved_model / "model.json").read_text())
+    found = load_file(saved_model / "model.safetensors")
+    change(description)
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    save_file({**found, **tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="lacks what it needs"):
+        load_model(tmp_path)
+
+
 def test_columns_are_taken_for_what_they_look_like(animals: Animals) -> None:
     samples = from_frame(animals.frame[:240], "animals", label="label")
     encoder = fit(samples)
@@ -263,7 +316,7 @@ def test_ids_are_kept_as_they_are_written(animals: Animals, tmp_path: Path) -> N
 def test_truth_values_are_categories_as_they_are_written(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("flag,label\nTRUE,a\nFALSE,b\nTRUE,a\nFALSE,b\n")
     samples = read(tmp_path / "t.csv", label="label")
-    assert samples.frame["flag"].tolist() == ["TRUE", "FALSE", "TRUE", "FALSE"]
+    assert samples.table["flag"].tolist() == ["TRUE", "FALSE", "TRUE", "FALSE"]
 
 
 @hasty
@@ -343,6 +396,18 @@ def test_what_fails_in_the_end_leaves_nothing(
     (tmp_path / "out").mkdir()
     run(paths, tmp_path / "out", code=1)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_labels_that_look_like_formulas_are_not_computed(animals: Animals, tmp_path: Path) -> None:
+    names = {"ant": "+1+1", "bee": "@SUM(1+1)", "cat": "-1"}
+    animals = copy.copy(animals)
+    animals.frame = animals.frame.assign(label=animals.frame["label"].map(names))
+    paths = animals.write_csv(tmp_path)
+    run(paths, tmp_path / "out", "--label", "label")
+    table = pd.read_csv(tmp_path / "out" / "labels.csv", dtype=str)
+    assert set(table["given_label"]) == {"'+1+1", "'@SUM(1+1)", "-1"}
+    assert set(table["suggested_label"]) == {"'+1+1", "'@SUM(1+1)", "-1"}
+    assert load_model(tmp_path / "out").classes == sorted(names.values(), key=str)
 
 
 def test_results_may_be_read_by_whom_the_system_lets_read(tmp_path: Path) -> None:

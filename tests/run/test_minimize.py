@@ -569,3 +569,25 @@ def test_a_solver_by_hand_is_the_same_run() -> None:
     assert solver.k == 5
     assert torch.equal(solver.x, result.x)
     assert torch.equal(solver.lower_solution(), result.y)
+
+
+def test_a_history_takes_no_more_room_than_the_steps_taken() -> None:
+    problem = bilevel.problems.Quadratic(seed=0)
+    result = bilevel.minimize(
+        problem, problem.x0, problem.y0, steps=10**15, callback=lambda solver, info: info.step == 4
+    )
+    assert result.steps == 5
+    assert len(result.history["upper"]) == 5
+
+
+def test_a_history_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = bilevel.problems.Quadratic(seed=0)
+    whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    monkeypatch.setattr("bilevel.run.history._FIRST_ROWS", 2)
+    grown = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    many = bilevel.minimize_many(
+        problem, problem.x0, problem.y0, methods=bilevel.F2SA(0.1, 0.1), steps=50, seeds=2
+    )
+    for name in set(whole.history) - {"seconds"}:
+        np.testing.assert_array_equal(grown.history[name], whole.history[name])
+        assert len(many[1].history[name]) == 50

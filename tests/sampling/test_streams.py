@@ -380,3 +380,11 @@ def test_data_that_cannot_work_is_refused(
 def test_a_direction_size_needs_data_that_can_be_counted(name: str, size: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"direction_batch_size={size!r} needs"):
         list(stream_of_kind(name).parts(size, None))
+
+
+@pytest.mark.parametrize("function", [lambda: torch.zeros(2), lambda a, b: torch.zeros(2)])
+def test_a_function_that_does_not_take_a_generator_is_refused(function: Any) -> None:
+    problem = bilevel.Problem(lambda x, y, b: (y - 1) ** 2, lambda x, y, b: (y - x) ** 2)
+    for name in ("upper_data", "lower_data"):
+        with pytest.raises(ArgumentTypeError, match=f"{name} must be a function of one argument"):
+            bilevel.Solver(problem, torch.tensor(0.0), torch.tensor(0.0), **{name: function})

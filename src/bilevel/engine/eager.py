@@ -14,10 +14,10 @@ from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.loss_scale import Scaling
 from bilevel.engine.report import Report, rested
-from bilevel.errors import NonFiniteError
+from bilevel.errors import NonFiniteError, ObjectiveError
 from bilevel.methods import Descent, Evaluator, Info, Move, State
 from bilevel.methods.evaluator import Step
-from bilevel.problem import Evaluation, Level, Number, Phi, Problem, Term, scaled
+from bilevel.problem import Evaluation, Level, Metrics, Number, Phi, Problem, Term, scaled
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import GivenSizes, Update
 from bilevel.variables import (
@@ -61,10 +61,15 @@ class EagerEvaluator(Evaluator):
         draw: the samples.
         execution: how the terms of Phi are differentiated.
         defers: whether the method can leave a step before it is known to be finite.
+
+    Attributes:
+        metric_names: the names of the metrics that the objectives return beside the losses.
     """
 
     closed = False
     """Whether the next step runs compiled code alone, without random numbers and autograd."""
+
+    metric_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class EagerEvaluator(Evaluator):
         self._pending: _Pending | None = None
         self._check = FiniteCheck(0, at_once=True)
         self._report: Report | None = None
+        self._metrics: dict[tuple[Level, int], Metrics] = {}
 
     # One outer step
 
@@ -112,7 +118,7 @@ class EagerEvaluator(Evaluator):
         self._deferred = self._defers and can_defer(state)
         before = None if self._pending is None else self._pending.check
         self._check = self._new_check(state.k, at_once=at_once, before=before)
-        self._report = Report(self, state, self._check) if measure else None
+        self._report = Report(self, state, self._check, self._metrics) if measure else None
 
     def _new_check(self, k: int, *, at_once: bool, before: FiniteCheck | None) -> FiniteCheck:
         return FiniteCheck(k, at_once=at_once, before=before)
@@ -210,10 +216,26 @@ class EagerEvaluator(Evaluator):
     # The parts that steps are made of
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self.problem.f(x, y, batch)
+        return self._with_metrics(self.problem.f, Level.UPPER, x, y, batch)
 
     def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self.problem.g(x, y, batch)
+        return self._with_metrics(self.problem.g, Level.LOWER, x, y, batch)
+
+    def _with_metrics(
+        self, objective: Callable[..., Tensor], level: Level, x: Variable, y: Variable, batch: Any
+    ) -> Tensor:
+        """An objective; its metrics are kept until it is evaluated at the same copy again."""
+        metrics: Metrics = {}
+        value = objective(x, y, batch, metrics)
+        if metrics or self.metric_names:
+            self._metrics[level, id(y)] = metrics
+            mine = [name for name in self.metric_names if name.startswith(level.value)]
+            if sorted(metrics) != sorted(mine):
+                raise ObjectiveError(
+                    f"{level.value}(x, y, batch) returned the metrics {sorted(metrics)}, but "
+                    f"{sorted(mine)} when the run began; return the same ones every time"
+                )
+        return value
 
     def mean(self, value: Tensor) -> Tensor:
         return value

@@ -206,6 +206,10 @@ class FlatWarning(BilevelWarning):
     """Neither objective changes with x, so that x cannot move."""
 
 
+class TiedWarning(BilevelWarning):
+    """One tensor stands twice in a variable, where it is one variable; two may have been meant."""
+
+
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
 
@@ -216,6 +220,10 @@ class UnbatchedWarning(BilevelWarning):
 
 class DivergenceWarning(BilevelWarning):
     """A run seems to diverge; the message says what is wrong and what to change."""
+
+
+class PrecisionWarning(BilevelWarning):
+    """A run stalls because of rounding; the message says what to change."""
 
 
 class CheckpointWarning(BilevelWarning):

@@ -22,6 +22,7 @@ from bilevel.run.checkpoint.settings import differences
 from bilevel.run.divergence import REACTIONS, Guard, Reaction
 from bilevel.run.history import Recorder
 from bilevel.run.outcome import Outcome, Result
+from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
@@ -106,7 +107,12 @@ def minimize(
             seed=seed, device=device, compile=compile, accumulate=accumulate,
             loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip
-        return _Loop(solver, options, seed, interrupts).run()
+        if solver.ranks is not None:
+            counts = {"steps": int(options.steps), "checkpoint": saved is not None}
+            solver.ranks.require_same(counts | options.described(), differences)
+        folder = None if saved is None else Folder(saved, ranks=solver.ranks)
+        with nullcontext() if folder is None else folder.locked():
+            return _Loop(solver, options, seed, interrupts, folder).run()
 
 
 @dataclass(frozen=True)
@@ -144,28 +150,35 @@ class Options:
 class _Loop:
     """Takes the steps of a run and does what is due between them: record, inspect, save, stop."""
 
-    def __init__(self, solver: Solver, options: Options, seed: int, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        solver: Solver,
+        options: Options,
+        seed: int,
+        interrupts: Interrupts,
+        folder: Folder | None,
+    ) -> None:
         self._solver = solver
         self._options = options
         self._interrupts = interrupts
         self._stopped = self._interrupted = False
-        if solver.ranks is not None:
-            counts = {"steps": int(options.steps), "checkpoint": options.checkpoint is not None}
-            solver.ranks.require_same(counts | options.described(), differences)
-        self._recorder = Recorder(options.steps, options.record_every, solver.state.x.device)
+        self._recorder = Recorder(
+            options.steps,
+            options.record_every,
+            solver.state.x.device,
+            metrics=solver.evaluator.metric_names,
+        )
         self._selector = SELECTORS[options.select](solver, seed)
         self._clock = Clock()
         self._guard = Guard(solver, self._recorder, self._selector, options.on_divergence)
-        self._saved = self._resumed()
+        self._saved = None if folder is None else self._resumed(folder)
         self._guard.begin()
         first = solver.ranks is None or solver.ranks.rank == 0
         self._meter = meter_of(options.steps) if options.progress and first else None
 
-    def _resumed(self) -> SavedRun | None:
+    def _resumed(self, folder: Folder) -> SavedRun:
         """The checkpoints of the run, which is brought to where the newest was saved."""
         options = self._options
-        if options.checkpoint is None:
-            return None
         parts: dict[str, Stateful] = {
             "recorder": self._recorder,
             "selector": self._selector,
@@ -174,7 +187,6 @@ class _Loop:
         }
         if isinstance(options.callback, Stateful):
             parts["callback"] = options.callback
-        folder = Folder(options.checkpoint, ranks=self._solver.ranks)
         saved = SavedRun(folder, self._solver, parts, options.described())
         saved.begin(options.steps)
         return saved
@@ -193,7 +205,9 @@ class _Loop:
                 self._solver.settle()
             if self._saved is not None:
                 self._saved.save()
-        return self._result(self._outcome())
+        result = self._result(self._outcome())
+        warn_if_stalled(self._solver, result.history)
+        return result
 
     def _advance(self) -> None:
         """One step, and what is due after it."""

@@ -25,7 +25,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
 from bilevel.sampling import Draw, PrivateRandomness
-from bilevel.variables import buffers_kept
+from bilevel.variables import buffers_kept, check_alike
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
 """What is raised when a state of another structure is loaded."""
@@ -110,6 +110,7 @@ class Resumable(ABC):
             )
         before = self.state_dict()
         try:
+            check_alike(before, state, "state")
             self._load(state)
         except MISFITS as error:
             self._load(before)

@@ -13,7 +13,7 @@ from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_s
 from bilevel.engine.ranks import GroupChoice, ranks_of
 from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
-from bilevel.problem import Problem, check_objectives
+from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
@@ -27,8 +27,9 @@ class Solver(Resumable):
 
     Args:
         problem: the two objectives.
-        x0, y0: where to start; they are copied and never changed. A function without arguments
-            builds what cannot be copied, a module that ``fully_shard`` has divided: it is called
+        x0, y0: where to start; they are copied and never changed. A tensor or module that stands
+            twice in one of them is one variable, in every copy. A function without arguments builds
+            what cannot be copied, a module that ``fully_shard`` has divided: it is called
             once for each copy that the method holds, and these are given the numbers of the first.
         method: a name in :data:`bilevel.METHODS` or a method object such as ``bilevel.F2SA(...)``.
         upper_data, lower_data: what the batches of f and of g are drawn from. None: no data, the
@@ -36,15 +37,20 @@ class Solver(Resumable):
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
             function: called with a ``torch.Generator``, it returns a batch. Several of these at
-            once: see :class:`bilevel.sampling.CombinedData`.
+            once: see :class:`bilevel.sampling.CombinedData`. The two are independent: each has a
+            generator of its own, and nothing pairs a batch of f with one of g. Both advance with
+            every evaluation that needs them, so in each inner step, and for the x direction once
+            more; how often each does depends on the method. Data in which f and g belong together,
+            such as the tasks of few-shot learning, must not be given as two functions or lists.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
-        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y). The
-            first step then takes seconds and every later one a fraction of its time; the iterates
-            differ only by rounding, and a run may change over in either direction. What cannot be
-            compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python code that
-            the objectives run beside their computation runs only when they are compiled.
+        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
+            PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
+            and every later one a fraction of its time; the iterates differ only by rounding, and a
+            run may change over in either direction. What cannot be compiled runs as it is, after a
+            :class:`bilevel.errors.CompileWarning`. Python code that the objectives run beside their
+            computation runs only when they are compiled.
         accumulate: for large models (F2SA and F2BA): differentiate the terms of Phi one after
             another, so that the activations of only one of them are alive, and where f is not
             evaluated between the copies, one gradient. A dtype such as ``torch.bfloat16``: and
@@ -56,8 +62,8 @@ class Solver(Resumable):
             time.
         chunk_size: the largest part in which samples are evaluated, so that memory stays flat:
             those behind the x direction and, with F2SA and F2BA, each minibatch, whose gradients
-            are accumulated over its parts. Objectives that are means over their batch have the same
-            gradients then. None: as batch_size.
+            are accumulated over its parts. That gives the gradient of the whole for objectives that
+            are means over their batch; others, such as sums, are refused. None: as batch_size.
         seed: of everything random in the run, the objectives' own use of torch's global generator
             included.
         device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
@@ -114,7 +120,8 @@ class Solver(Resumable):
         self._description = made.description
         if self.ranks is not None:
             agree_on_ranks(self.ranks, made, self._settings())
-        self.state: State = on_every_rank(self.ranks, partial(self._begin, made.x, made.y))
+        begin = partial(self._begin, made.sampling, made.x, made.y)
+        self.state: State = on_every_rank(self.ranks, begin)
         optimizers = settings.of_optimizers(self.state)
         if self.ranks is not None:
             self.ranks.require_same(optimizers, settings.differences)
@@ -124,11 +131,10 @@ class Solver(Resumable):
                 self.evaluator, made.execution, self.method, self.state
             )
 
-    def _begin(self, x: Variable, y: Variable) -> State:
+    def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            batches = self.draw.upper.peek(), self.draw.lower.peek()
-            check_objectives(self.problem, x, y, *batches)
+            self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
             state: State = self.method.init(self.problem, x, y)
             return state
 
@@ -213,7 +219,7 @@ class Solver(Resumable):
             x.load_state_dict(before["state"]["x"])  # given steps have moved x on
             return x.detached(), self.y
         finally:
-            rewinds = self.draw.upper.probed and self.draw.lower.probed
+            rewinds = self.draw.upper.rewinds and self.draw.lower.rewinds
             self._load(before, data=rewinds)
 
     def _x_is(self, point: Any) -> bool:

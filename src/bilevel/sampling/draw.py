@@ -70,6 +70,14 @@ class Draw:
         full = self.upper.deterministic and self.lower.deterministic
         return full or self.direction_batch_size == "all"
 
+    def peek(self) -> tuple[Any, Any]:
+        """What f and g could be evaluated on next, without moving the streams."""
+        upper, lower = self.upper.peek(), self.lower.peek()
+        if not self.chunked:
+            return upper, lower
+        first = next(self._split(Sample(upper, lower)))
+        return first.upper, first.lower
+
     def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
         """For each copy its sample for one inner step."""
         if shared:
