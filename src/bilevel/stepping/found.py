@@ -225,7 +225,8 @@ class FoundSizes(GivenSizes):
             penalty = lower if math.isnan(now.penalty) else now.penalty
         upper = now.upper
         if self._tests:
-            upper = 0.0 if self.due else n.upper
+            moving = self._reference is not None and not n.rests and math.isnan(n.failed)
+            upper = n.upper if moving and not self.due else 0.0
         sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
         self._changes = False
         if self.pace is not None:
@@ -387,13 +388,14 @@ class FoundSizes(GivenSizes):
         )
         norm = float(direction.norm())
         if not norm:
-            warn(
-                FlatWarning(
-                    f"at step {state.k} neither f nor g changes with x: the direction of x is "
-                    f"exactly zero, and x stays where it is. Are both computed from x without "
-                    f".detach(), torch.no_grad() or rounding, and does g join x and y?"
+            if math.isnan(n.upper):  # from the start, and not because x has arrived
+                warn(
+                    FlatWarning(
+                        f"at step {state.k} neither f nor g changes with x: the direction of x is "
+                        f"exactly zero, and x stays where it is. Are both computed from x without "
+                        f".detach(), torch.no_grad() or rounding, and does g join x and y?"
+                    )
                 )
-            )
             return 0.0
         x = flatten(state.x.leaves)
         if math.isnan(n.upper):
@@ -444,6 +446,7 @@ class FoundSizes(GivenSizes):
         reference = None if self._reference is None else vars(self._reference)
         return {
             **super().state_dict(),
+            "tests": self._tests,
             "found": asdict(self._numbers),
             "curvatures": saved(self._curvatures),
             "reference": saved(reference),
@@ -451,8 +454,11 @@ class FoundSizes(GivenSizes):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "found" not in state:
-            raise StateError("the state was saved with given steps, but here they are 'auto'")
+        if state.get("tests") != self._tests or len(state["curvatures"]) != len(self._curvatures):
+            raise StateError(
+                "the state was saved with other steps than here: given there, 'auto' here, or the "
+                "other way round"
+            )
         self._shares, self._changes = dict(state["shares"]), True
         self._numbers = Numbers(**state["found"])
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):

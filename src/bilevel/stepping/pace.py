@@ -84,7 +84,9 @@ class Pace:
         self.settled = rest <= SETTLED * self._signal
         for (point, slope), (old, before) in zip(here, self._before, strict=False):
             way, turn = float((point - old).norm()), float((slope - before).norm())
-            if turn * self.rate > way > 0:
+            # of a shorter way the turn is mostly rounding
+            seen = torch.finfo(point.dtype).eps ** 0.5 * float(point.norm())
+            if turn * self.rate > way > seen:
                 self.rate, self._momentum = way / turn, 1.0
         self._before = here
         for m in moves:
