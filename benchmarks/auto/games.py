@@ -146,7 +146,7 @@ def portfolio(seed: int, data_dir: Path | None) -> Case:
     return Case(Problem(upper, lower, y_set=project), x0, y0, value)
 
 
-def gan(seed: int, data_dir: Path | None, *, hidden: int = 16) -> Case:
+def gan(seed: int, data_dir: Path | None) -> Case:
     """A generator net against a logistic discriminator on random features, min-max."""
     normal = _normal(seed, torch.float32)
     angles = 3 * normal(200)
@@ -174,7 +174,7 @@ def gan(seed: int, data_dir: Path | None, *, hidden: int = 16) -> Case:
             return float(fooled(x, best.float()))
 
     problem = Problem(lambda x, y, batch: fooled(x, y), lower)
-    return Case(problem, network(seed, 2, hidden, 2), torch.zeros(40), value)
+    return Case(problem, network(seed, 2, 16, 2), torch.zeros(40), value)
 
 
 def discount(seed: int, data_dir: Path | None) -> Case:
@@ -184,7 +184,7 @@ def discount(seed: int, data_dir: Path | None) -> Case:
     P = P / P.sum(1, keepdim=True)
     rewards = torch.randn(20, generator=generator, dtype=REAL)
     identity = torch.eye(20, dtype=REAL)
-    returns = torch.linalg.solve(identity - 0.9 * P, rewards)
+    returns: Tensor = torch.linalg.solve(identity - 0.9 * P, rewards)
 
     def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         return ((y - returns) ** 2).mean()

@@ -56,7 +56,7 @@ def lasso(seed: int, data_dir: Path | None, *, penalty: str) -> Case:
             if not grouped:
                 return soft(v, step * x.exp())
             rows = v.view(-1, GROUP)
-            length = rows.norm(dim=1, keepdim=True)
+            length: Tensor = rows.norm(dim=1, keepdim=True)
             shrunk = soft(length, step * x.exp()[:, None])
             return (rows * shrunk / length.clamp(min=1e-300)).view(-1)
 
