@@ -15,6 +15,7 @@ Data sets are found as :mod:`bilevel.data` finds them; a problem without its dat
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,7 @@ from benchmarks import report
 from benchmarks.auto import games, kinks, networks, quadratics, real, strengths
 from benchmarks.auto.case import Case, Maker
 from benchmarks.auto.row import BUDGET, Row, measure
-from benchmarks.auto.tuning import Settings
+from benchmarks.auto.tuning import Settings, UntunableError
 from bilevel.errors import ArgumentError, MissingDataError
 
 __all__ = ["FAMILIES", "Row", "make", "run", "table"]
@@ -90,7 +91,8 @@ def run(
             rows = [row for future in track(futures) if (row := future.result()) is not None]
     missing = {name for name, _ in wanted} - {row.problem for row in rows}
     if missing:
-        warnings.warn(f"without their data: {', '.join(sorted(missing))}", stacklevel=2)
+        names = ", ".join(sorted(missing))
+        warnings.warn(f"no data, or no settings that survive: {names}", stacklevel=2)
     if plot is not None and rows:
         from benchmarks.auto.figure import draw
 
@@ -121,26 +123,34 @@ def _chosen(family: Sequence[str], problem: Sequence[str]) -> list[str]:
 
 
 def _measured(task: tuple[str, int, Path | None, tuple[Settings, int] | None]) -> Row | None:
-    """Measure one problem with one seed; None if its data are missing."""
+    """Measure one problem with one seed; None if that is not possible."""
     problem, seed, data_dir, known = task
     try:
         family, case = make(problem, seed, data_dir)
-    except MissingDataError:
+        return measure(case, problem, family, seed, *(known or ()))
+    except (MissingDataError, UntunableError):
         return None
-    return measure(case, problem, family, seed, *(known or ()))
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Lay out one line per problem, with the median and the worst over its seeds.
+    """Lay out one line per problem, and the whole in the last line.
 
-    "1x", "2x" and "end" are the least shares of the tuned decrease over the seeds, "cost" the most
-    seconds until 90% of it, as a multiple of the tuned run's; "above" counts the runs that ended
-    above their start, "silent" those of them that did not say so.
+    F is that of the first seed. "1x", "2x" and "end" are the least shares of the tuned decrease
+    over the seeds, "cost" the most seconds until 90% of it, as a multiple of the tuned run's;
+    "above" counts the runs that ended above their start, "silent" those of them that did not say
+    so.
     """
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(row.problem, []).append(row)
     groups = [*lines.values(), list(rows)]
+
+    def first(group: list[Row], which: str) -> float:
+        if group is groups[-1]:
+            return math.nan
+        tuned = group[0].tuned.trajectory.values
+        return {"start": tuned[0], "tuned": tuned[-1], "auto": group[0].auto.values[-1]}[which]
+
     laid_out = report.table(
         f"nothing set against the best of a search; passed: 90% within {BUDGET:g} times its time",
         groups,
@@ -148,9 +158,9 @@ def table(rows: Sequence[Row]) -> Table:
             "family": lambda group: group[0].family if group is not groups[-1] else "all",
             "problem": lambda group: group[0].problem if group is not groups[-1] else "",
             "tuned s": lambda group: _mean([row.tuned.trajectory.seconds[-1] for row in group]),
-            "F at start": lambda group: group[0].auto.values[0],
-            "F tuned": lambda group: group[0].tuned.trajectory.values[-1],
-            "F auto": lambda group: group[0].auto.values[-1],
+            "F at start": lambda group: first(group, "start"),
+            "F tuned": lambda group: first(group, "tuned"),
+            "F auto": lambda group: first(group, "auto"),
             "1x": lambda group: min(row.share_equal_seconds for row in group),
             "2x": lambda group: min(row.share_twice_seconds for row in group),
             "1x eval.": lambda group: min(row.share_equal_evaluations for row in group),

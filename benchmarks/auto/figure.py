@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ CLOCKS: dict[Clock, str] = {"seconds": "processor time", "evaluations": "evaluat
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw a panel for each clock and a line for each tolerance."""
+    """Draw a panel for each clock; dashed lines are the tuned runs on their way to their end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,10 +27,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, constrained_layout=True)
     for axis, (clock, title) in zip(panels, CLOCKS.items(), strict=True):
         for colour, within in enumerate(TOLERANCES):
-            shares = profile(rows, clock, within, multiples)
-            label = f"within {within:.0%} of the tuned run's decrease"
-            axis.step(multiples, shares, where="post", color=f"C{colour}", label=label)
+            for tuned, name in ((False, "nothing set"), (True, "tuned")):
+                shares = profile(rows, clock, within, multiples, tuned=tuned)
+                axis.step(
+                    multiples,
+                    shares,
+                    where="post",
+                    color=f"C{colour}",
+                    linestyle="--" if tuned else "-",
+                    label=f"{name}, to within {within:.0%}",
+                )
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: str(Fraction(value)))
         axis.axvline(1, color="grey", linewidth=0.8)
         axis.set_xlabel(f"{title}, as a multiple of the tuned run's")
         axis.set_ylim(0, 1)

@@ -77,9 +77,10 @@ class Row:
         budget = multiple * self.tuned.trajectory.clock(clock)[-1]
         return (self.auto.values[0] - self.auto.value_at(clock, budget)) / self.decrease
 
-    def cost(self, clock: Clock, share: float) -> float:
-        """Return the cost until that share of the decrease was first reached."""
-        cost = self.auto.cost_to(clock, self.auto.values[0] - share * self.decrease)
+    def cost(self, clock: Clock, share: float, *, tuned: bool = False) -> float:
+        """Return the cost until that share of the decrease was first reached, by either run."""
+        run = self.tuned.trajectory if tuned else self.auto
+        cost = run.cost_to(clock, run.values[0] - share * self.decrease)
         return cost / self.tuned.trajectory.clock(clock)[-1]
 
     @property
@@ -124,8 +125,24 @@ def measure(
 
 
 def profile(
-    rows: Sequence[Row], clock: Clock, within: float, multiples: Sequence[float]
+    rows: Sequence[Row],
+    clock: Clock,
+    within: float,
+    multiples: Sequence[float],
+    *,
+    tuned: bool = False,
 ) -> list[float]:
-    """Return for each budget the share of rows solved to within a share of the tuned run's end."""
-    costs = [math.inf if row.crashed else row.cost(clock, 1 - within) for row in rows]
+    """Return for each budget the share of rows solved to within a share of the tuned decrease.
+
+    Args:
+        rows: the rows.
+        clock: what the budgets are of.
+        within: the share of the tuned decrease that may be missing.
+        multiples: the budgets, as multiples of the whole cost of the tuned run.
+        tuned: count the tuned runs themselves, which get there before they end.
+    """
+    costs = [
+        math.inf if row.crashed and not tuned else row.cost(clock, 1 - within, tuned=tuned)
+        for row in rows
+    ]
     return [sum(cost <= multiple for cost in costs) / len(costs) for multiple in multiples]

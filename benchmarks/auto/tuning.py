@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +29,10 @@ MULTIPLIER = (1.0, 1e3)  # of L_f / L_g
 FINALISTS, NEIGHBOURS = 3, 3
 SHORT = 4
 """The first round runs for the steps divided by this."""
+
+
+class UntunableError(RuntimeError):
+    """No settings of a search survive, or those that did on another machine do not here."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,17 @@ class Tuned:
 
 
 def tune(case: Case, seed: int, known: Settings | None = None, tried: int = 0) -> Tuned:
-    """Search, unless the best settings are known; then run these and watch."""
+    """Search, unless the best settings are known; then run these and watch.
+
+    Raises:
+        UntunableError: the best settings do not survive.
+    """
     if known is None:
         known, tried = _search(case, seed)
     follow(case, seed, known.method(), steps=2, every_mark=False)  # what is slow once only
     path, ending = follow(case, seed, known.method(), steps=case.steps)
     if path.steps[-1] < case.steps:
-        raise RuntimeError(f"the best settings break: {known}, {ending.crash}")
+        raise UntunableError(f"the best settings break: {known}, {ending.crash}")
     return Tuned(known, tried, path)
 
 
@@ -78,34 +87,22 @@ def _search(case: Case, seed: int) -> tuple[Settings, int]:
         done = ending.crash is None and path.steps[-1] == steps
         return path.values[-1] if done else math.inf
 
-    drawn = [
-        Settings(
-            *(
-                m * low * (high / low) ** place
-                for m, (low, high), place in zip(
-                    middle, (LOWER, UPPER, MULTIPLIER), places, strict=True
-                )
-            )
-        )
-        for places in _latin_hypercube(rng, case.trials, 3)
-    ]
+    low, high = np.array([LOWER, UPPER, MULTIPLIER]).T
+    points = middle * low * (high / low) ** _latin_hypercube(rng, case.trials, len(low))
+    drawn = [Settings(*point) for point in points.tolist()]
     drawn.sort(key=lambda settings: score(settings, max(case.steps // SHORT, 1)))
     scored = [(score(settings, case.steps), settings) for settings in drawn[:FINALISTS]]
     best = min(scored, key=lambda pair: pair[0])[1]
     for factors in np.exp(0.5 * rng.standard_normal((NEIGHBOURS, 3))):
-        near = Settings(*(float(a * b) for a, b in zip(_numbers(best), factors, strict=True)))
+        near = Settings(*(astuple(best) * factors).tolist())
         scored.append((score(near, case.steps), near))
     return min(scored, key=lambda pair: pair[0])[1], case.trials + NEIGHBOURS
 
 
-def _numbers(settings: Settings) -> tuple[float, float, float]:
-    return settings.lower_lr, settings.upper_lr, settings.multiplier
-
-
-def _latin_hypercube(rng: np.random.Generator, count: int, dims: int) -> list[list[float]]:
+def _latin_hypercube(rng: np.random.Generator, count: int, dims: int) -> npt.NDArray[np.float64]:
     """Return points of the unit cube, one in each slice of each dimension."""
     slices = np.stack([rng.permutation(count) for _ in range(dims)], 1)
-    points: list[list[float]] = ((slices + rng.random((count, dims))) / count).tolist()
+    points: npt.NDArray[np.float64] = (slices + rng.random((count, dims))) / count
     return points
 
 

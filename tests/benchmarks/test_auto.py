@@ -144,6 +144,7 @@ def test_profiles_count_rows_by_the_cost_of_a_tolerance() -> None:
     assert profile(rows, "seconds", 0.1, [0.2, 0.25, 0.9, 1.0, 2.0]) == [0, 0.25, 0.25, 0.5, 0.5]
     assert profile(rows, "seconds", 0.01, [0.25, 0.5, 2.0]) == [0, 0.25, 0.25]
     assert profile(rows, "evaluations", 0.1, [0.125, 0.5]) == [0.25, 0.5]
+    assert profile(rows, "seconds", 0.1, [0.5, 0.75, 1.0], tuned=True) == [0, 1, 1]
 
 
 def test_a_run_is_judged_at_growing_steps_and_its_evaluations_are_counted() -> None:
