@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ class Case:
         data: the further keywords of :func:`bilevel.minimize`: the data and the size of a batch.
         steps: the outer steps of each setting in the search.
         trials: the number of settings that the search draws.
+        spacing: F is computed at steps that grow by this factor.
     """
 
     problem: Problem
@@ -31,6 +33,12 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     steps: int = 100
     trials: int = 32
+    spacing: float = 1.3
+
+    @cached_property
+    def start(self) -> float:
+        """F at the start."""
+        return self.value(self.x0, self.y0)
 
 
 Maker: TypeAlias = Callable[[int, Path | None], Case]

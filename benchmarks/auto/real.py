@@ -103,6 +103,7 @@ def strengths(seed: int, data_dir: Path | None, *, name: str) -> Case:
         {"upper_data": held_out, "lower_data": train, "batch_size": BATCH},
         steps=300,
         trials=12,
+        spacing=1.7,
     )
 
 
@@ -155,6 +156,7 @@ def covtype(seed: int, data_dir: Path | None, *, rows: int = 20_000) -> Case:
         },
         steps=300,
         trials=12,
+        spacing=1.7,
     )
 
 
@@ -205,6 +207,7 @@ def cleaning(seed: int, data_dir: Path | None, *, rows: int = 20_000) -> Case:
         },
         steps=300,
         trials=12,
+        spacing=1.7,
     )
 
 

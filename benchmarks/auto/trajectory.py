@@ -17,9 +17,6 @@ from bilevel import F2SA, Problem, Solver, minimize
 
 Clock: TypeAlias = Literal["seconds", "evaluations"]
 
-SPACING = 1.3
-"""F is computed at steps that grow by this factor."""
-
 LONGEST = 50_000
 """The most outer steps of a run; budgets end all runs before."""
 
@@ -150,7 +147,7 @@ def follow(
     """
     problem = Counted(case.problem, case.data.get("batch_size"))
     path = Trajectory()
-    path.add(0, 0.0, 0.0, case.value(case.x0, case.y0))
+    path.add(0, 0.0, 0.0, case.start)
     spent, mark, since = 0.0, 1.0, 0.0
 
     def watch(solver: Solver, info: Any) -> bool:
@@ -158,7 +155,7 @@ def follow(
         spent += time.process_time() - since
         end = solver.k >= steps or enough(spent, problem.evaluations)
         if end or (every_mark and solver.k >= mark):
-            mark = max(solver.k + 1.0, solver.k * SPACING)
+            mark = max(solver.k + 1.0, solver.k * case.spacing)
             with torch.enable_grad():
                 path.add(solver.k, spent, problem.evaluations, case.value(solver.x, solver.y))
         since = time.process_time()

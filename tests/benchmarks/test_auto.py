@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -249,7 +250,12 @@ def test_problems_are_chosen_by_family_and_name_and_left_out_without_data(
 
 
 @pytest.mark.slow
-def test_problems_run_in_processes_of_their_own() -> None:
-    rows = auto.run(problem=["quadratic, kappa 1"], seeds=2, jobs=2)
-    assert [made.seed for made in rows] == [0, 1]
-    assert all(made.tuned.trajectory.values[-1] < made.auto.values[0] for made in rows)
+def test_problems_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    known = {"settings": dataclasses.asdict(SETTINGS), "tried": 9}
+    name = "quadratic, kappa 1"
+    rows = [{"problem": name, "seed": seed, "tuned": known} for seed in range(2)]
+    (tmp_path / "known.json").write_text(json.dumps({"rows": rows}))
+    made = auto.run(problem=[name], seeds=2, jobs=2, tuned=tmp_path / "known.json")
+    assert [row.seed for row in made] == [0, 1]
+    assert all(row.tuned.settings == SETTINGS for row in made)
+    assert all(row.tuned.trajectory.values[-1] < row.auto.values[0] for row in made)
