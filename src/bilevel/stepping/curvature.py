@@ -100,8 +100,12 @@ class Curvature:
         self.value = 0.0
         self._vector = torch.randn(size, generator=generator).to(like)
 
-    def refine(self, slope: Slope, y: Variable, steps: int) -> None:
-        """Take a few more iterations at ``y``."""
+    def refine(self, slope: Slope, y: Variable, steps: int, *, noisy: bool = False) -> None:
+        """Take a few more iterations at ``y``.
+
+        A rise is followed at once, a fall slowly; but where the slope is that of a sample, which
+        may hold an outlier, both are followed halfway.
+        """
         here = slope(y)
         found = self.value
         for _ in range(steps):
@@ -112,7 +116,10 @@ class Curvature:
             if not (found > 0 and math.isfinite(found)):
                 return
             self._vector = image / image.norm()
-        self.value = max(found, 0.9 * self.value)
+        if noisy and self.value:
+            self.value = math.sqrt(found * self.value)
+        else:
+            self.value = max(found, 0.9 * self.value)
 
     def state_dict(self) -> dict[str, Any]:
         """The estimate and its vector."""

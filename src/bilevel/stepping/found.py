@@ -2,7 +2,7 @@
 
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
-step and one or two at every *look*. Where nothing is sampled, the copies of F2SA also feel the
+step and one at every *look*. Where nothing is sampled, the copies of F2SA also feel the
 curvature of their own path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples
 disagree, what is left to gain is hidden in the noise; the step is then divided by sqrt(1 + n/10),
 where n counts the steps taken in that condition.
@@ -52,7 +52,7 @@ from torch import Tensor
 from bilevel.errors import FlatWarning, StateError, warn
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
-from bilevel.stepping.curvature import Curvature, cosine, slope_of
+from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
@@ -62,7 +62,7 @@ FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
 """Windows are counted in outer steps of so many inner steps: fewer do not let y follow x."""
 
-LONGEST_WINDOW = 32
+LONGEST_WINDOW = 64
 """Beyond this a look costs next to nothing, and a window that fails costs much."""
 
 GROWING_WINDOW = 8
@@ -242,33 +242,47 @@ class FoundSizes(GivenSizes):
         """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
         if self._stiffness is None:
             return
-        n, draw, y = self._numbers, objectives.draw, state.solution
-        lower = slope_of(objectives.g, state.x, [draw.lower.peek()], objectives.mean)
-        upper = slope_of(objectives.f, state.x, [draw.upper.peek()], objectives.mean)
+        n, y, noisy = self._numbers, state.solution, bool(self._noisy)
+        of_g = self._slopes(objectives, state.x, Level.LOWER)
+        of_f = self._slopes(objectives, state.x, Level.UPPER)
+        lower, upper = _mean_of(of_g), _mean_of(of_f)
         g, f = self._curvatures
         if not n.looks:
             g.refine(lower, y, FIRST_POWER_STEPS)
             f.refine(upper, y, FIRST_POWER_STEPS)
             n.multiplier = 10 * f.value / g.value if self._raises and g.value > 0 else 0.0
         else:
-            g.refine(lower, y, 2 if self._noisy else 1)
+            g.refine(lower, y, 1, noisy=noisy)
             if n.looks & (n.looks - 1) == 0:  # a power of two
-                f.refine(upper, y, 2)
+                f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
             self._signal = float(upper(state.penalised or y).norm())
-        if self._noisy and n.looks and draw.lower.probed:
-            batches = draw.lower.peek(), draw.lower.probe()[0]
-            here = (slope_of(objectives.g, state.x, [b], objectives.mean)(y) for b in batches)
-            n.noisy += n.since * (1 - max(0.0, cosine(*here)))
+        if len(of_g) > 1 and n.looks:
+            agreement = cosine(*(slope(y) for slope in of_g))
+            n.noisy += n.since * (1 - max(0.0, agreement))
         if not self._tests:
             n.looks += 1
+
+    def _slopes(self, objectives: Objectives, x: Variable, level: Level) -> list[Slope]:
+        """The gradient in y of f or g: on one batch, or on two minibatches that change each look.
+
+        Two say how noisy they are, and that one of them holds an outlier counts for less.
+        """
+        stream, objective = objectives.draw.lower, objectives.g
+        if level is Level.UPPER:
+            stream, objective = objectives.draw.upper, objectives.f
+        batches = [stream.peek()]
+        if not stream.deterministic and stream.probed:
+            probe = stream.probe()
+            places = (2 * self._numbers.looks + i for i in range(min(2, len(probe))))
+            batches = [probe[place % len(probe)] for place in places]
+        return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
 
     def _raise_multiplier(self, objectives: Objectives, state: Iterate) -> bool:
         """Make the finite difference finer where f changes its slope within it; whether it did."""
         if not self._raises or state.penalised is None:
             return False
-        sample = [objectives.draw.upper.peek()]
-        slope = slope_of(objectives.f, state.x, sample, objectives.mean)
+        slope = _mean_of(self._slopes(objectives, state.x, Level.UPPER))
         centre = slope(state.solution)
         change = float((slope(state.penalised) - centre).norm() / centre.norm())
         if not (change > SLOPE_CHANGE and math.isfinite(change)):
@@ -466,6 +480,10 @@ class FoundSizes(GivenSizes):
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._signal, self._closing = state["signal"], False
+
+
+def _mean_of(slopes: list[Slope]) -> Slope:
+    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
 
 
 def _places(state: Iterate) -> list[list[Tensor]]:
