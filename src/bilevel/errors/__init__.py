@@ -32,6 +32,7 @@ from bilevel.errors.exceptions import (
     RunError,
     StateError,
     UnbatchedWarning,
+    WorsenedWarning,
     warn,
 )
 
@@ -63,5 +64,6 @@ __all__ = [
     "RunError",
     "StateError",
     "UnbatchedWarning",
+    "WorsenedWarning",
     "warn",
 ]
