@@ -1,9 +1,10 @@
 """When a run has come to rest: what ``tolerance`` of minimize means.
 
 A run has converged when in each of the last ten recorded steps in which x moved, its direction was
-at most ``tolerance`` times what it was at first, the median over the first ten such steps. So it
-does not matter in which units f, g and x are, nor how long the steps are: short steps alone are no
-rest. A step in which "auto" lets x rest (``upper_lr`` 0) says nothing, and is not counted.
+at most ``tolerance`` times what it was at first, the median over the first ten such steps (without
+those that were zero). So it does not matter in which units f, g and x are, nor how long the steps
+are: short steps alone are no rest. A step in which "auto" lets x rest (``upper_lr`` 0) says
+nothing, and is not counted.
 
 Where x has a set, the direction is taken as x could follow it, ||x_{k+1} - x_k|| / upper_lr: in a
 corner of a box x is at rest although f would still fall outside of it. (With ``upper_optimizer``
@@ -78,9 +79,9 @@ class Convergence:
         self._read()
         if len(self._last) < WINDOW or self._first[-1][0] >= self._last[0][0]:
             return False
-        at_first = float(np.median([length for _, length in self._first]))
+        at_first = [length for _, length in self._first if length > 0]
         longest = max(length for _, length in self._last)
-        return at_first > 0 and longest <= self._tolerance * at_first
+        return bool(at_first) and longest <= self._tolerance * float(np.median(at_first))
 
     def _read(self) -> None:
         for step, rate, norm, way in self._unread:

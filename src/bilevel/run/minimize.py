@@ -229,11 +229,7 @@ class _Loop:
             self._meter or nullcontext(),
             self._solver.assume_unchanged() if unchanging else nullcontext(),
         ):
-            # a run that goes on from a checkpoint may have nothing left to do
-            self._interrupted, self._late, moving = self._on_any_rank(
-                self._interrupts.asked, self._out_of_time, not self._convergence.reached
-            )
-            self._converged = not moving
+            self._begin()
             while self._solver.k < self._options.steps and not self._ended:
                 self._advance()
             with self._errors_with_result():
@@ -241,6 +237,14 @@ class _Loop:
             if self._saved is not None:
                 self._saved.save()
         return self._result(self._outcome())
+
+    def _begin(self) -> None:
+        """See whether a run that goes on from a checkpoint has anything left to do."""
+        k, asked = self._solver.k, self._interrupts.asked
+        judged = self._convergence.due(self._recorder.rows, last=k >= self._options.steps)
+        late, moving = k > 0 and self._out_of_time, not (judged and self._convergence.reached)
+        self._interrupted, self._late, moving = self._on_any_rank(asked, late, moving)
+        self._converged = not moving
 
     @property
     def _ended(self) -> bool:

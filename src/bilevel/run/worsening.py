@@ -3,9 +3,10 @@
 What is judged is f at the lower solution, the column "upper" of the history, which noise may move
 up and down, so that levels are compared and not single numbers:
 
-- the *start* is the median of f while x had made less than a tenth of its way, over the later half
-  of these recorded steps. At the very first steps y is not yet fitted to x0, and f may be low there
-  by accident; x has hardly moved by the end of them, so that f is still that of x0;
+- the *start* is the median of f while x made the first tenth of its way, over the later half of
+  these recorded steps: in the earlier ones y is not fitted, and f may be low by accident. Where g
+  shows that to fit y took longer, the start is as long as needed for its later half to come after
+  that (but not more than half of the way, since g may fall because of x as well);
 - what follows is cut into twenty blocks of one length, of which the medians are taken: a rare bad
   minibatch counts for nothing;
 - the *best* is the lowest level that two blocks in succession stayed below, the *end* the lower of
@@ -36,6 +37,12 @@ Series = npt.NDArray[Any]
 
 START = 0.1
 """The part of the way of x that counts as its start."""
+
+LONGEST_START = 0.5
+"""The part of the way of x that may count as its start while g falls."""
+
+FITTED = 1e-3
+"""The part of the fall of g that may be left when y is fitted: a distance of 3% to its solution."""
 
 BLOCKS = 20
 """Into how many blocks the rest is cut: each is a twentieth, the end is judged by a tenth."""
@@ -91,7 +98,8 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
     way = np.concatenate([[0.0], np.cumsum(lengths)])
     if not (math.isfinite(way[-1]) and way[-1] > 0):
         return None
-    first = int(np.sum(way[:-1] <= START * way[-1]))
+    least, most = (int(np.sum(way[:-1] <= part * way[-1])) for part in (START, LONGEST_START))
+    first = min(most, max(least, 2 * _fitted(history["lower"][:most])))
     rest = f[first:]
     cuts = np.linspace(0, len(rest), min(BLOCKS, len(rest)) + 1).astype(int)
     if len(cuts) - 1 < FEWEST:
@@ -109,6 +117,12 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
     if _clearly_above(end, best, noise) and end - best > LOST * (start - best):
         return Worsening("best", best, int(steps[first + cuts[lowest + 1]]), end)
     return None
+
+
+def _fitted(g: Series) -> int:
+    """After how many recorded steps y was fitted, so that g had no longer to fall for that."""
+    lowest = np.min(g)
+    return int(np.argmax(g <= lowest + FITTED * (g[0] - lowest))) + 1
 
 
 def _deviation(series: Series) -> float:
