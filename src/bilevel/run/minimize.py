@@ -163,7 +163,7 @@ class Options:
                 f"callback must be a function of (solver, info), not {self.callback!r}"
             )
 
-    def described(self, reaction: Reaction) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """What may not differ between a checkpoint and the run that goes on from it.
 
         What ends a run may: steps, tolerance, max_seconds.
@@ -171,7 +171,7 @@ class Options:
         return {
             "record_every": int(self.record_every),
             "select": self.select,
-            "on_divergence": reaction,
+            "on_divergence": self.on_divergence,
         }
 
 
@@ -195,8 +195,7 @@ class _Loop:
                 "max_seconds": options.max_seconds,
                 "checkpoint": options.checkpoint is not None,
             }
-            described = options.described(self._guard.reaction)
-            solver.ranks.require_same(counts | described, differences)
+            solver.ranks.require_same(counts | options.described(), differences)
         self._saved = self._resumed()
         self._guard.begin()
         first = solver.ranks is None or solver.ranks.rank == 0
@@ -217,8 +216,7 @@ class _Loop:
         if isinstance(options.callback, Stateful):
             parts["callback"] = options.callback
         folder = Folder(options.checkpoint, ranks=self._solver.ranks)
-        described = options.described(self._guard.reaction)
-        saved = SavedRun(folder, self._solver, parts, described)
+        saved = SavedRun(folder, self._solver, parts, options.described())
         saved.begin(options.steps)
         return saved
 

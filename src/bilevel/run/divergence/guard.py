@@ -133,12 +133,13 @@ class Guard:
         """
         if not isinstance(error, NonFiniteError):
             return False
-        found = measured_cause(self._solver, f"{error.quantity} is not finite")
+        seen = f"{error.quantity} is not finite"
+        found = measured_cause(self._solver, seen)
         if found is not None:
             error.diagnosis = f"{found.cause}. What helps: {found.advice}"
         error.advice = choices_of(self._solver).against_overflow
         levels = BOTH_LEVELS if found is None else found.levels
-        return self.reaction == "backtrack" and self._go_back(str(found or error), *levels)
+        return self.reaction == "backtrack" and self._go_back(str(found or seen), *levels)
 
     def _overlong(self, rows: int) -> Diagnosis | None:
         """Whether the steps of y are too long, though nothing runs away."""
