@@ -193,7 +193,8 @@ def cleaning(seed: int, data_dir: Path | None, *, rows: int = 20_000) -> Case:
     @torch.no_grad()
     def value(x: Tensor) -> Tensor:
         last[0] = problem.lower_solution(x.float(), start=last[0], tolerance=1e-3)
-        return problem.upper(x, last[0], problem.upper_data)
+        found: Tensor = problem.upper(x, last[0], problem.upper_data)
+        return found
 
     return Case(
         problem,

@@ -199,6 +199,9 @@ def test_other_answers_of_the_callback_do_not_stop(returned: bool | None) -> Non
 def test_the_numbers_of_an_outcome_are_its_messages() -> None:
     assert {outcome.value for outcome in bilevel.Outcome} == {
         "all steps were taken",
+        "x came to rest within the tolerance",
+        "max_seconds were over",
+        "f ended clearly above its start or its best",
         "the callback asked to stop",
         "Ctrl-C or SIGTERM asked to stop",
         "an error ended the run",

@@ -35,6 +35,7 @@ from bilevel.errors.exceptions import (
     StateError,
     TiedWarning,
     UnbatchedWarning,
+    WorsenedWarning,
     warn,
 )
 
@@ -69,5 +70,6 @@ __all__ = [
     "StateError",
     "TiedWarning",
     "UnbatchedWarning",
+    "WorsenedWarning",
     "warn",
 ]

@@ -26,6 +26,7 @@ from bilevel.run.history import MEASURED, RATES, Recorder
 from bilevel.run.minimize import meter_of
 from bilevel.run.outcome import Outcome, Result
 from bilevel.run.setup import Sampling, starting_point
+from bilevel.run.worsening import worsening
 from bilevel.sampling import Draw, Iterated
 from bilevel.variables import Variable
 
@@ -114,7 +115,9 @@ def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
 
     def ending(run: int) -> Ending:
         error = ended.get(run)
-        outcome = Outcome.COMPLETED if error is None else Outcome.BROKEN
+        worse = error is None and worsening(histories[run]) is not None
+        sound = Outcome.WORSENED if worse else Outcome.COMPLETED
+        outcome = sound if error is None else Outcome.BROKEN
         found = points[run], solutions[run], histories[run], steps[run], seconds, outcome
         return Ending(Result(*found, steps[run]), None if error is None else why_broken(error))
 

@@ -121,6 +121,11 @@ class Resumable(ABC):
                 f"problem? ({type(error).__name__}: {error})"
             ) from error
 
+    def go_back_to(self, state: dict[str, Any]) -> None:
+        """Go back to an earlier state of this run, with data that cannot be rewound as it is."""
+        self.settle()
+        self._load(state, data=self.draw.upper.probed and self.draw.lower.probed)
+
     def _load(self, state: dict[str, Any], *, data: bool = True) -> None:
         self.state.load_state_dict(state["state"])
         self.evaluator.load_state_dict(state["engine"])

@@ -223,6 +223,28 @@ def test_a_callback_on_one_rank_stops_all(two: Ranks) -> None:
     assert two.run(_stopped) == [("STOPPED", 4)] * 2
 
 
+def _ended(rank: int, **limit: float) -> tuple[str, int]:
+    result = solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=10**5, **limit)
+    return result.outcome.name, result.steps
+
+
+def test_time_and_tolerance_end_all_ranks_after_the_same_step(two: Ranks) -> None:
+    first, second = two.run(_late)
+    assert first == second
+    assert first[0] == "OUT_OF_TIME"
+    first, second = two.run(_at_rest)
+    assert first == second
+    assert first[0] == "CONVERGED"
+
+
+def _late(rank: int) -> tuple[str, int]:
+    return _ended(rank, max_seconds=0.3)
+
+
+def _at_rest(rank: int) -> tuple[str, int]:
+    return _ended(rank, tolerance=0.9, max_seconds=60.0)
+
+
 def _interrupted(rank: int, folder: Path) -> tuple[str, int]:
     def callback(solver: bilevel.Solver, info: Any) -> bool:
         if rank == 1 and info.step == 3:
