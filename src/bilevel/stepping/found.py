@@ -13,7 +13,7 @@ solution for methods without a Phi. Errors of y and z change Phi to second order
 it is the mean over a fixed probe of minibatches, and the differences on each of them say how sure
 it is. The test is failed if
 
-    the merit rose by more than a tenth of what the direction had promised, beyond two standard
+    the merit rose by more than a tenth of what the direction had promised, beyond three standard
     errors and what it drifts by while x rests;
     or y met a curvature more than four times that at the start of the window;
     or the copies of y could not settle; or a number was not finite.
@@ -24,8 +24,9 @@ the minimum of the parabola through the two values and the slope, between a tent
 
 After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where d and d' are the
 directions at the two ends and s the way between them, but at most twice the last step. Under noise
-the step doubles where the merit fell by more than its standard error, and shrinks by a fifth where
-it did not: what x gains is then no more than what noise takes. Windows double up to 64 steps.
+the step doubles where the merit fell by more than its standard error, and else shrinks, by a fifth
+in 64 steps: what x gains is then no more than what noise takes. It is never less than a thousandth
+of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
 a test sees only what the probe shows, no entry of x moves by more than four times the root mean
@@ -50,7 +51,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import FlatWarning, StateError, warn
-from bilevel.problem import Level, Objectives, Phi
+from bilevel.problem import FORWARD, Level, Objectives, Phi
 from bilevel.sampling import Rewind
 from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
 from bilevel.stepping.pace import Pace
@@ -75,7 +76,9 @@ FALLBACK_RATE = 0.1
 SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
 TOLERATED = 0.1
+SURE = 3.0
 STEEPER = 4.0
+LEAST_SHARE = 1e-3
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
 
@@ -97,6 +100,7 @@ class Numbers:
 
     Attributes:
         upper: the step of x.
+        first: the first one.
         window: outer steps from one look to the next.
         since: those taken since the last look.
         looks: how many there were.
@@ -104,15 +108,17 @@ class Numbers:
         drift: by how much the merit changed while x rested.
         last: the merit at the last look at which x rested.
         failed: the merit that failed the test; NaN: none did.
-        uncertain: two standard errors of the difference that failed.
+        uncertain: three standard errors of the difference that failed.
         promised: the decrease that was promised then.
         noisy: the outer steps in which noise hid what y has left to gain.
         multiplier: the raised one.
         steepness: the curvature that the lower steps meet.
         returns: how often x went back since a window last passed.
+        measuring: whether x rests until its merit is known.
     """
 
     upper: float = math.nan
+    first: float = 0.0
     window: int = 1
     since: int = 0
     looks: int = 0
@@ -126,6 +132,7 @@ class Numbers:
     multiplier: float = 0.0
     steepness: float = 0.0
     returns: int = 0
+    measuring: bool = True
 
 
 @dataclass
@@ -139,6 +146,7 @@ class Reference:
         merits: on each minibatch of the probe; empty where the data cannot be sampled again.
         steepness: the curvature that the lower steps met.
         curvatures: what is known of those of g and f.
+        settled: whether the copies of y had settled; at a kink they never do.
     """
 
     x: Tensor
@@ -147,6 +155,7 @@ class Reference:
     merits: list[float]
     steepness: float
     curvatures: list[dict[str, Any]]
+    settled: bool
 
 
 class FoundSizes(GivenSizes):
@@ -225,7 +234,7 @@ class FoundSizes(GivenSizes):
             penalty = lower if math.isnan(now.penalty) else now.penalty
         upper = now.upper
         if self._tests:
-            moving = self._reference is not None and not n.rests and math.isnan(n.failed)
+            moving = not n.measuring and not n.rests and math.isnan(n.failed)
             upper = n.upper if moving and not self.due else 0.0
         sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
         self._changes = False
@@ -302,12 +311,8 @@ class FoundSizes(GivenSizes):
     def _rest_at_new_start(self) -> None:
         """The merit is another one from now on: measure it before x moves again."""
         n = self._numbers
-        self._reference, n.rests, n.last, n.failed = (
-            None,
-            MOST_RESTS - LATER_RESTS,
-            math.nan,
-            math.nan,
-        )
+        n.measuring, n.rests = True, MOST_RESTS - LATER_RESTS
+        n.last = n.failed = math.nan
 
     # At the end of an outer step: the test
 
@@ -315,21 +320,22 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks = 0, n.looks + 1
-        merits = _merits(objectives, state, phi)
+        merits, gap = _merits(objectives, state, phi)
         value = statistics.fmean(merits) if merits else 0.0
-        settled = self.pace is None or self.pace.settled
+        # z is the minimiser of g, so that a gap below zero is an error of z
+        settled = (self.pace is None or self.pace.settled) and gap >= -TOLERATED * abs(value - gap)
         direction = gain * flatten(state.x.grads())
         if not math.isfinite(value):
             return self._go_back(state, math.inf)
-        if self._reference is None:
+        before = self._reference
+        if n.measuring or before is None:
             n.drift = 0.0 if not merits else abs(value - n.last)
             n.last = value
             if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
                 n.rests += 1
                 return 0.0
             n.drift = n.drift if math.isfinite(n.drift) else 0.0
-            return self._go_on(objectives, state, direction, merits)
-        before = self._reference
+            return self._go_on(objectives, state, direction, merits, settled)
         if not math.isnan(n.failed):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
@@ -339,12 +345,12 @@ class FoundSizes(GivenSizes):
                 return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
-                parabola = 0.5 * n.promised / (n.promised + rise) if n.promised > 0 else 0.0
-                n.upper *= min(0.5, max(parabola, 0.1)) if math.isfinite(rise) else 0.25
+                self._shorten(rise)
             n.failed = math.nan
-            return self._go_on(objectives, state, direction, merits)
+            return self._go_on(objectives, state, direction, merits, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
-        if not settled and not steeper and n.rests < LATER_RESTS:
+        lags = before.settled and not settled
+        if lags and not steeper and n.rests < LATER_RESTS:
             n.rests += 1
             return 0.0
         way = flatten(state.x.leaves) - before.x
@@ -354,15 +360,27 @@ class FoundSizes(GivenSizes):
         n.promised = max(0.0, -float(way @ before.direction))
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
-        rose = rise > TOLERATED * n.promised + n.drift + 2 * error + rounding
+        rose = rise > TOLERATED * n.promised + n.drift + SURE * error + rounding
         if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= n.promised:
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
-        if rose or steeper or not settled:
-            n.uncertain = 2 * error
-            return self._go_back(state, value if rose and settled and not steeper else math.inf)
+        if rose or steeper or lags:
+            n.uncertain = SURE * error
+            return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
         self._learn(way, direction - before.direction, rise, error)
         n.returns, n.drift = 0, n.drift / 2
-        return self._go_on(objectives, state, direction, merits)
+        return self._go_on(objectives, state, direction, merits, settled)
+
+    def _shorten(self, rise: float) -> None:
+        """The step after a window that failed, by which the merit rose by so much."""
+        n = self._numbers
+        if not math.isfinite(rise):
+            n.upper *= 0.25
+        elif self._noisy or not n.promised > 0:
+            n.upper *= 0.5
+        else:
+            n.upper *= min(0.5, max(0.5 * n.promised / (n.promised + rise), 0.1))
+        if self._noisy:
+            n.upper = max(n.upper, LEAST_SHARE * n.first)
 
     def _met(self) -> float:
         """The curvature that the lower steps met in the last outer step."""
@@ -383,7 +401,12 @@ class FoundSizes(GivenSizes):
         n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
 
     def _go_on(
-        self, objectives: Objectives, state: Iterate, direction: Tensor, merits: list[float]
+        self,
+        objectives: Objectives,
+        state: Iterate,
+        direction: Tensor,
+        merits: list[float],
+        settled: bool,
     ) -> float:
         """Begin a window here; the step of x."""
         n = self._numbers
@@ -391,7 +414,7 @@ class FoundSizes(GivenSizes):
             return 0.0
         if n.looks & (n.looks - 1) == 0 and self._raise_multiplier(objectives, state):
             return 0.0
-        n.rests = 0
+        n.rests, n.measuring = 0, False
         self._reference = Reference(
             flatten(state.x.leaves).detach(),
             _places(state),
@@ -399,10 +422,11 @@ class FoundSizes(GivenSizes):
             merits,
             self._met(),
             saved(self._curvatures),
+            settled,
         )
         norm = float(direction.norm())
         if not norm:
-            if math.isnan(n.upper):  # from the start, and not because x has arrived
+            if math.isnan(n.upper) and n.looks == MOST_RESTS:  # not because x has arrived
                 warn(
                     FlatWarning(
                         f"at step {state.k} neither f nor g changes with x: the direction of x is "
@@ -415,7 +439,7 @@ class FoundSizes(GivenSizes):
         if math.isnan(n.upper):
             length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
             promise = FIRST_SHARE * abs(statistics.fmean(merits or [0.0])) / norm
-            n.upper = min(length, promise or length) / norm / self._unit
+            n.upper = n.first = min(length, promise or length) / norm / self._unit
         if self._noisy:
             size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
             n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
@@ -447,10 +471,10 @@ class FoundSizes(GivenSizes):
         if self._reference is None or n.returns > MOST_RETURNS:
             return False
         n.since = 0
-        again = math.isinf(n.failed)
         self._go_back(state, math.inf)
-        if again:  # not even the start of the window is good: y's steps are to blame
-            self.slow_down(Level.LOWER)
+        if self._curvatures:  # it may have been y that went too far
+            self._curvatures[0].value *= STEEPER
+            self._reference.curvatures = saved(self._curvatures)
         return True
 
     # Saving
@@ -492,11 +516,15 @@ def _places(state: Iterate) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-def _merits(objectives: Objectives, state: Iterate, phi: Phi | None) -> list[float]:
-    """The merit on each minibatch of the probe; none where the data cannot be sampled again."""
+def _merits(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[list[float], float]:
+    """The merit on each minibatch of the probe, and its part lam * ( g(x, y) - g(x, z) ).
+
+    There are none where the data cannot be sampled again. In schemes other than "forward" that part
+    may have any sign, and is left out.
+    """
     draw, x = objectives.draw, state.x
     if not (draw.upper.probed and draw.lower.probed):
-        return []
+        return [], 0.0
     terms: list[tuple[Level, Variable, float]] = [(Level.UPPER, state.solution, 1.0)]
     if phi is not None:
         stencil, lam = phi.stencil, float(phi.multiplier)
@@ -509,17 +537,20 @@ def _merits(objectives: Objectives, state: Iterate, phi: Phi | None) -> list[flo
     values = []
     with buffers_kept(x, *(y for _, y, _ in terms)):
         for place in range(max(len(uppers), len(lowers))):
-            total = torch.zeros((), dtype=torch.float64, device=x.device)
+            total = torch.zeros(2, dtype=torch.float64, device=x.device)
             for level, y, weight in terms:
                 rewind()
                 upper = level is Level.UPPER
                 objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
-                total += weight * objective(x, y, batches[place % len(batches)]).double()
+                value = weight * objective(x, y, batches[place % len(batches)]).double()
+                total[0 if upper else 1] += value
             values.append(total)
     rewind()
-    means: list[float] = objectives.mean(torch.stack(values)).tolist()
-    return means
+    found = objectives.mean(torch.stack(values))
+    forward = phi is not None and phi.stencil is FORWARD
+    gap = float(found[:, 1].mean()) if forward else 0.0
+    return found.sum(dim=1).tolist(), gap
 
 
 def _is_noisy(objectives: Objectives, state: Iterate) -> bool:

@@ -80,8 +80,6 @@ class Pace:
             (flatten(m.update.variable.leaves), float(m.gain) * flatten(m.update.variable.grads()))
             for m in moves
         ]
-        rest = max(float(slope.norm()) for _, slope in here)
-        self.settled = rest <= SETTLED * self._signal
         for (point, slope), (old, before) in zip(here, self._before, strict=False):
             way, turn = float((point - old).norm()), float((slope - before).norm())
             # of a shorter way the turn is mostly rounding
@@ -91,6 +89,12 @@ class Pace:
         self._before = here
         for m in moves:
             m.update.apply(self.rate, m.gain)
+        # not the gradients themselves, which do not vanish at the edge of a set
+        ways = [
+            flatten(m.update.variable.leaves) - point
+            for m, (point, _) in zip(moves, here, strict=True)
+        ]
+        self.settled = max(float(way.norm()) for way in ways) <= SETTLED * self._signal * self.rate
         self._taken += 1
         self._extrapolate(moves, [slope for _, slope in here])
 
