@@ -116,8 +116,8 @@ def test_a_random_iterate_of_a_broken_run_is_one_of_its_iterates() -> None:
 
         with pytest.raises(NonFiniteError) as caught:
             bilevel.minimize(
-                switch.problem("upper"), *start, steps=9, callback=visit, select="random",
-                seed=seed, on_divergence="warn",
+                switch.problem("upper"), *start, method=bilevel.F2SA(0.1, 0.1), steps=9,
+                callback=visit, select="random", seed=seed,
             )  # fmt: skip
         result = caught.value.result
         assert result is not None

@@ -157,6 +157,7 @@ def test_steps_that_were_found_are_taken_back_by_default(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::bilevel.errors.WorsenedWarning")
 def test_by_default_a_run_on_auto_goes_on_where_going_back_does_not_help() -> None:
     def concave(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         return -0.5 * (y**2).sum() + x @ y

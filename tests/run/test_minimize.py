@@ -264,7 +264,9 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b) or (a != a and b != b)  # NaN: not known yet
 
 
 @graphs

@@ -66,7 +66,7 @@ class DescentMethod(Method[S]):
             Ability.STACK,
             _finds_a_rate,
             "each run finds its rates for itself ('auto'); give numbers, such as the last in "
-            "history['lower_lr'] and history['upper_lr'] of one run",
+            "history['lower_lr'] and the last above 0 in history['upper_lr'] of one run",
         ),
         Limit(
             Ability.SHARDS,

@@ -54,7 +54,7 @@ def _over_a_longer_way(solver: Solver) -> tuple[float, float]:
     with buffers_kept(x, y):
         pull = _gradients(solver.problem.f(x, y, upper), y)[0]
         middle = flatten([leaf.detach() for leaf in y.leaves])
-        largest = pull.abs().max()
+        largest = pull.abs().max() if pull.numel() else pull.sum()
         if not largest > 0:
             return 0.0, math.nan
         eps = torch.finfo(middle.dtype).eps

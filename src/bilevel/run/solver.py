@@ -188,7 +188,7 @@ class Solver(Resumable):
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
         x, y = self.final_point()
-        return y if self._x_is(x) else self.y
+        return y if self._is_at(x) else self.y
 
     def final_point(self) -> tuple[Any, Any]:
         """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them.
@@ -213,18 +213,17 @@ class Solver(Resumable):
             self.state.k -= 1
             self.state.policy.close()
             self.step(measure=False)
+            y = self.y
             if self.state.policy.returned:
-                return self.x, self.y
-            x = self.state.x.clone()
-            x.load_state_dict(before["state"]["x"])  # given steps have moved x on
-            return x.detached(), self.y
+                return self.x, y
         finally:
-            rewinds = self.draw.upper.rewinds and self.draw.lower.rewinds
+            rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
+        return self.x, y
 
-    def _x_is(self, point: Any) -> bool:
-        other = Variable.copy_of(point, "x")
-        pairs = zip(self.state.x.leaves, other.leaves, strict=True)
+    def _is_at(self, point: Any) -> bool:
+        here, there = (Variable(value, "x").leaves for value in (self.x, point))
+        pairs = zip(here, there, strict=True)
         return all(torch.equal(local_part(a), local_part(b)) for a, b in pairs)
 
     def assume_unchanged(self) -> AbstractContextManager[None]:

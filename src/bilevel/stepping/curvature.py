@@ -67,8 +67,8 @@ def difference(
 ) -> Tensor:
     """The Hessian's product with v from a difference of gradients, ``here`` being that at y.
 
-    y is moved by a ``share`` of ``scale``, a length that y may be expected to change by; without one,
-    by the cube root of the precision, which balances rounding and curvature.
+    y is moved by a ``share`` of ``scale``, a length that y may be expected to change by; by default
+    it is the cube root of the precision, which balances rounding and curvature.
     """
     size = float(v.norm())
     if not size:  # of a variable without numbers

@@ -200,12 +200,15 @@ class FoundSizes(GivenSizes):
     # Before an outer step
 
     def looks_next(self, state: Iterate) -> bool:
+        return self._noisy is None or self._look_is_due(state)
+
+    def _look_is_due(self, state: Iterate) -> bool:
         n = self._numbers
-        return self._closing or self._noisy is None or state.k == 0 or n.since + 1 >= n.window
+        return self._closing or state.k == 0 or n.since + 1 >= n.window
 
     def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
         n = self._numbers
-        look, self.returned = self.looks_next(state), False
+        look, self.returned = self._look_is_due(state), False
         if self._noisy is None:
             self._noisy = _is_noisy(objectives, state)
             if self._follows_path and not self._noisy:
@@ -498,12 +501,20 @@ class FoundSizes(GivenSizes):
                 "other way round"
             )
         self._shares, self._changes = dict(state["shares"]), True
-        self._numbers = Numbers(**state["found"])
+        self._numbers = _checked(state["found"])
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
             mine.load_state_dict(theirs)
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._signal, self._closing = state["signal"], False
+
+
+def _checked(found: Any) -> Numbers:
+    """The numbers of a saved state, if they are such."""
+    kinds = {name: type(value) for name, value in asdict(Numbers()).items()}
+    if not isinstance(found, dict) or {name: type(v) for name, v in found.items()} != kinds:
+        raise StateError(f"the numbers that 'auto' remembers are {kinds}, not {found!r}")
+    return Numbers(**found)
 
 
 def _mean_of(slopes: list[Slope]) -> Slope:

@@ -68,7 +68,8 @@ def test_a_number_that_is_not_finite_stops_the_run(
     breaks: str, message: str, single_pass: bool
 ) -> None:
     switch = Switch()
-    problem, method = switch.problem(breaks), F2SA(inner_steps=3, single_pass=single_pass)
+    problem = switch.problem(breaks)
+    method = F2SA(0.1, 0.1, inner_steps=3, single_pass=single_pass)
     x0, y0 = torch.ones(2), torch.zeros(2)
     with pytest.raises(NonFiniteError, match=message) as caught:
         bilevel.minimize(

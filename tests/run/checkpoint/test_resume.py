@@ -501,9 +501,9 @@ def test_a_run_on_batches_from_outside_goes_on(more: dict[str, Any], tmp_path: P
 FORGED: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
     "steps taken": (("solver", "state", "k"), [-5, "abc", None, 2.5, [], torch.zeros(2)]),
     "a rate": (
-        ("solver", "state", "x_update", "numbers", "rest"), ["abc", None, [], torch.zeros(2)]
+        ("solver", "state", "policy", "found", "drift"), ["abc", None, [], torch.zeros(2)]
     ),
-    "all rates": (("solver", "state", "x_update", "numbers"), [{}, [], 5]),
+    "all rates": (("solver", "state", "policy", "found"), [{}, [], 5]),
     "indices used": (("solver", "draw", "lower", "used"), [-5, 10**15, "abc", None, 0.5, []]),
     "indices drawn": (("solver", "draw", "lower", "block"), [-5, "abc", None, []]),
     "a generator": (("solver", "draw", "lower", "generator"), [-5, torch.zeros(0)]),
