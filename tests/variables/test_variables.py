@@ -241,7 +241,7 @@ def test_tied_leaves_are_one_variable_of_every_method(method: str, module: bool)
     if module:
         start = nn.Module()
         start.a = start.b = p
-    steps = 30 if method in ("aid", "itd") else 300
+    steps = 30 if method in ("aid", "itd") else 900
     result = bilevel.minimize(
         bilevel.Problem(upper, lower), torch.zeros(()), start, method=method, steps=steps
     )

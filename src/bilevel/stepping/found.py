@@ -193,6 +193,7 @@ class FoundSizes(GivenSizes):
         self._reference: Reference | None = None
         self._signal = 0.0
         self._closing = False
+        self._slope_of_f: Slope | None = None
 
     def without_pace(self) -> None:
         self._follows_path, self.pace = False, None
@@ -216,7 +217,9 @@ class FoundSizes(GivenSizes):
         n.since += 1
         self.due = look and self._tests
         if look:
+            rewind = Rewind(state.x.device)
             self._measure(objectives, state)
+            rewind()
             if not self._tests:
                 n.since, n.window = 0, min(2 * n.window, WINDOW_OF_GIVEN_STEPS * self._unit)
         if look or self._changes or not self._rates.constant or self.pace is not None:
@@ -258,6 +261,7 @@ class FoundSizes(GivenSizes):
         of_g = self._slopes(objectives, state.x, Level.LOWER)
         of_f = self._slopes(objectives, state.x, Level.UPPER)
         lower, upper = _mean_of(of_g), _mean_of(of_f)
+        self._slope_of_f = upper
         g, f = self._curvatures
         if not n.looks:
             g.refine(lower, y, FIRST_POWER_STEPS)
@@ -290,11 +294,13 @@ class FoundSizes(GivenSizes):
             batches = [probe[place % len(probe)] for place in places]
         return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
 
-    def _raise_multiplier(self, objectives: Objectives, state: Iterate) -> bool:
+    def _raise_multiplier(self, state: Iterate) -> bool:
         """Make the finite difference finer where f changes its slope within it; whether it did."""
         if not self._raises or state.penalised is None:
             return False
-        slope = _mean_of(self._slopes(objectives, state.x, Level.UPPER))
+        # on the samples of the last look: to peek at others now would change what is saved
+        slope = self._slope_of_f
+        assert slope is not None, "a look comes before every test"
         centre = slope(state.solution)
         change = float((slope(state.penalised) - centre).norm() / centre.norm())
         if not (change > SLOPE_CHANGE and math.isfinite(change)):
@@ -322,7 +328,7 @@ class FoundSizes(GivenSizes):
     @torch.no_grad()
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
-        n.since, n.looks = 0, n.looks + 1
+        n.since, n.looks, self._changes = 0, n.looks + 1, True
         merits, gap = _merits(objectives, state, phi)
         value = statistics.fmean(merits) if merits else 0.0
         # z is the minimiser of g, so that a gap below zero is an error of z
@@ -338,7 +344,7 @@ class FoundSizes(GivenSizes):
                 n.rests += 1
                 return 0.0
             n.drift = n.drift if math.isfinite(n.drift) else 0.0
-            return self._go_on(objectives, state, direction, merits, settled)
+            return self._go_on(state, direction, merits, settled)
         if not math.isnan(n.failed):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
@@ -350,7 +356,7 @@ class FoundSizes(GivenSizes):
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
                 self._shorten(rise)
             n.failed = math.nan
-            return self._go_on(objectives, state, direction, merits, settled)
+            return self._go_on(state, direction, merits, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
         lags = before.settled and not settled
         if lags and not steeper and n.rests < LATER_RESTS:
@@ -371,7 +377,7 @@ class FoundSizes(GivenSizes):
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
         self._learn(way, direction - before.direction, rise, error)
         n.returns, n.drift = 0, n.drift / 2
-        return self._go_on(objectives, state, direction, merits, settled)
+        return self._go_on(state, direction, merits, settled)
 
     def _shorten(self, rise: float) -> None:
         """The step after a window that failed, by which the merit rose by so much."""
@@ -404,19 +410,18 @@ class FoundSizes(GivenSizes):
         n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
 
     def _go_on(
-        self,
-        objectives: Objectives,
-        state: Iterate,
-        direction: Tensor,
-        merits: list[float],
-        settled: bool,
+        self, state: Iterate, direction: Tensor, merits: list[float], settled: bool
     ) -> float:
         """Begin a window here; the step of x."""
         n = self._numbers
         if self._closing:
             return 0.0
-        if n.looks & (n.looks - 1) == 0 and self._raise_multiplier(objectives, state):
-            return 0.0
+        if n.looks & (n.looks - 1) == 0:
+            rewind = Rewind(state.x.device)
+            raised = self._raise_multiplier(state)
+            rewind()
+            if raised:
+                return 0.0
         n.rests, n.measuring = 0, False
         self._reference = Reference(
             flatten(state.x.leaves).detach(),
@@ -446,7 +451,6 @@ class FoundSizes(GivenSizes):
         if self._noisy:
             size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
             n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
-        self._changes = True
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:
@@ -573,4 +577,6 @@ def _is_noisy(objectives: Objectives, state: Iterate) -> bool:
     with torch.no_grad(), buffers_kept(x, y):
         objectives.f(x, y, draw.upper.peek())
         objectives.g(x, y, draw.lower.peek())
-    return rewind.moved()
+    moved = rewind.moved()
+    rewind()
+    return moved

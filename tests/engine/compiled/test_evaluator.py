@@ -205,7 +205,11 @@ def test_a_run_may_change_over_in_either_direction(order: tuple[bool, bool]) -> 
 @graphs
 def test_steps_that_are_found_are_found_alike() -> None:
     runs = [solver(F2SA(inner_steps=3), compile=c) for c in (False, True)]
-    assert_same(runs, 30, rtol=1e-8, atol=1e-10)
+    for _ in range(30):
+        for run in runs:
+            run.step()
+    torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(runs[1].y, runs[0].y, rtol=1e-6, atol=1e-8)
     evaluator(runs[1])
 
 
