@@ -74,7 +74,7 @@ def _gradients(value: Tensor, *variables: Variable) -> list[Tensor]:
     leaves = [leaf for variable in variables for leaf in variable.leaves]
     found = torch.autograd.grad(value, leaves, allow_unused=True)
     grads = [
-        torch.zeros_like(leaf) if grad is None else grad
+        (torch.zeros_like(leaf) if grad is None else grad).double()
         for leaf, grad in zip(leaves, found, strict=True)
     ]
     sizes = [sum(leaf.numel() for leaf in variable.leaves) for variable in variables]
