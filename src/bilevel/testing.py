@@ -172,8 +172,11 @@ def _takes_any_structure(method: Method[Any]) -> None:
     task = _Task()
     plain = _advanced(task.solver(method))
     rates = getattr(method, "rates", None)
-    if rates is not None and rates.upper is None:
-        del guises["table"]  # refused: a minibatch moves other rows than the one before
+    searched = rates is not None and rates.upper is None
+    names = ("lower_optimizer", "upper_optimizer")
+    if searched or any(getattr(method, name, None) is not None for name in names):
+        # refused: a minibatch moves other rows than the one before, and so does a momentum
+        del guises["table"]
     for name, (view, start) in guises.items():
         other = _advanced(task.solver(method, view=view, start=start))
         for found, known in ((view(other.x), plain.x), (view(other.y), plain.y)):

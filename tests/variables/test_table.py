@@ -206,7 +206,7 @@ def test_iterates_are_those_of_a_tensor(name: str, options: dict[str, Any]) -> N
 def test_steps_of_x_are_found_where_every_direction_is_over_all_samples(
     method: str, options: dict[str, Any]
 ) -> None:
-    table, tensor = (solver_of(x0, method, 20, **options) for x0 in (Table(STARTS), STARTS))
+    table, tensor = (solver_of(x0, method, 60, **options) for x0 in (Table(STARTS), STARTS))
     torch.testing.assert_close(table.x.values, tensor.x, rtol=1e-6, atol=1e-9)
     assert bool((table.x.values != STARTS).all())
 

@@ -315,7 +315,10 @@ def test_buffers_move_with_the_inner_steps_of_their_copy_alone(
 
 @pytest.mark.parametrize(
     ("method", "inner_steps"),
-    [(bilevel.F2SA(inner_steps=2), 2), (bilevel.F3SA(), 1)],
+    [
+        (bilevel.F2SA(inner_steps=2, upper_lr=0.01, lower_lr=0.1, multiplier=10.0), 2),
+        (bilevel.F3SA(upper_lr=0.01, lower_lr=0.1, multiplier=10.0), 1),
+    ],
     ids=["f2sa", "f3sa"],
 )
 @pytest.mark.parametrize("measured", [True, False])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from bilevel.run.solver import Solver
 from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
 _SMALL = 1e-3
-"""A direction of less than this part of the first is as good as 0."""
+"""A direction of less than this part of the longest is as good as 0."""
 
 
 def warn_if_stalled(solver: Solver, history: History) -> None:
@@ -28,7 +29,7 @@ def warn_if_stalled(solver: Solver, history: History) -> None:
         return
     with solver.evaluating_aside(), torch.enable_grad():
         norm, curvature = _over_a_longer_way(solver)
-    if not norm > _SMALL * norms[0]:
+    if not norm > _SMALL * np.nanmax(norms):
         return
     dtype = str(solver.state.solution.leaves[0].dtype).removeprefix("torch.")
     warn(

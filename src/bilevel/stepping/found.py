@@ -44,20 +44,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import FlatWarning, StateError, warn
-from bilevel.problem import FORWARD, Level, Objectives, Phi
+from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
 from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
+from bilevel.stepping.memory import Numbers, Reference
+from bilevel.stepping.merit import is_noisy, merits_at
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
-from bilevel.variables import Variable, buffers_kept, flatten, saved
+from bilevel.variables import Variable, flatten, saved
 
 FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
@@ -92,70 +94,6 @@ MOST_RETURNS = 30
 
 Stiffness: TypeAlias = Callable[[float, float, float], float]
 """From the curvatures of g and f and the multiplier to the curvature that the lower steps meet."""
-
-
-@dataclass
-class Numbers:
-    """What the policy remembers, apart from tensors.
-
-    Attributes:
-        upper: the step of x.
-        first: the first one.
-        window: outer steps from one look to the next.
-        since: those taken since the last look.
-        looks: how many there were.
-        rests: how many looks x has rested for.
-        drift: by how much the merit changed while x rested.
-        last: the merit at the last look at which x rested.
-        failed: the merit that failed the test; NaN: none did.
-        uncertain: three standard errors of the difference that failed.
-        promised: the decrease that was promised then.
-        noisy: the outer steps in which noise hid what y has left to gain.
-        multiplier: the raised one.
-        steepness: the curvature that the lower steps meet.
-        returns: how often x went back since a window last passed.
-        measuring: whether x rests until its merit is known.
-    """
-
-    upper: float = math.nan
-    first: float = 0.0
-    window: int = 1
-    since: int = 0
-    looks: int = 0
-    rests: int = 0
-    drift: float = 0.0
-    last: float = math.nan
-    failed: float = math.nan
-    uncertain: float = 0.0
-    promised: float = 0.0
-    noisy: float = 0.0
-    multiplier: float = 0.0
-    steepness: float = 0.0
-    returns: int = 0
-    measuring: bool = True
-
-
-@dataclass
-class Reference:
-    """Where a window began.
-
-    Attributes:
-        x: the upper variable, flat.
-        places: the leaves and buffers of x and of all copies of y.
-        direction: that of x.
-        merits: on each minibatch of the probe; empty where the data cannot be sampled again.
-        steepness: the curvature that the lower steps met.
-        curvatures: what is known of those of g and f.
-        settled: whether the copies of y had settled; at a kink they never do.
-    """
-
-    x: Tensor
-    places: list[list[Tensor]]
-    direction: Tensor
-    merits: list[float]
-    steepness: float
-    curvatures: list[dict[str, Any]]
-    settled: bool
 
 
 class FoundSizes(GivenSizes):
@@ -211,7 +149,7 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         look, self.returned = self._look_is_due(state), False
         if self._noisy is None:
-            self._noisy = _is_noisy(objectives, state)
+            self._noisy = is_noisy(objectives, state)
             if self._follows_path and not self._noisy:
                 self.pace = Pace(self._inner_steps)
         n.since += 1
@@ -329,7 +267,7 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks, self._changes = 0, n.looks + 1, True
-        merits, gap = _merits(objectives, state, phi)
+        merits, gap = merits_at(objectives, state, phi)
         value = statistics.fmean(merits) if merits else 0.0
         # z is the minimiser of g, so that a gap below zero is an error of z
         settled = (self.pace is None or self.pace.settled) and gap >= -TOLERATED * abs(value - gap)
@@ -434,7 +372,7 @@ class FoundSizes(GivenSizes):
         )
         norm = float(direction.norm())
         if not norm:
-            if math.isnan(n.upper) and n.looks == MOST_RESTS:  # not because x has arrived
+            if math.isnan(n.upper) and n.looks == MOST_RESTS and self._feels_f(state):
                 warn(
                     FlatWarning(
                         f"at step {state.k} neither f nor g changes with x: the direction of x is "
@@ -452,6 +390,15 @@ class FoundSizes(GivenSizes):
             size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
             n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
         return n.upper
+
+    def _feels_f(self, state: Iterate) -> bool:
+        """Whether f would move y: else a direction of zero says that x has arrived."""
+        y, z = state.penalised, state.solution
+        if y is not None:
+            where = flatten(z.leaves)
+            seen = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
+            return float((flatten(y.leaves) - where).norm()) > seen
+        return self._slope_of_f is None or bool(self._slope_of_f(z).any())
 
     def _go_back(self, state: Iterate, merit: float) -> float:
         """Put everything back to where the window began, where x rests for a step."""
@@ -505,20 +452,12 @@ class FoundSizes(GivenSizes):
                 "other way round"
             )
         self._shares, self._changes = dict(state["shares"]), True
-        self._numbers = _checked(state["found"])
+        self._numbers = Numbers.checked(state["found"])
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
             mine.load_state_dict(theirs)
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._signal, self._closing = state["signal"], False
-
-
-def _checked(found: Any) -> Numbers:
-    """The numbers of a saved state, if they are such."""
-    kinds = {name: type(value) for name, value in asdict(Numbers()).items()}
-    if not isinstance(found, dict) or {name: type(v) for name, v in found.items()} != kinds:
-        raise StateError(f"the numbers that 'auto' remembers are {kinds}, not {found!r}")
-    return Numbers(**found)
 
 
 def _mean_of(slopes: list[Slope]) -> Slope:
@@ -528,55 +467,3 @@ def _mean_of(slopes: list[Slope]) -> Slope:
 def _places(state: Iterate) -> list[list[Tensor]]:
     """Copies of the leaves and buffers of every variable."""
     return [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
-
-
-@torch.no_grad()
-def _merits(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[list[float], float]:
-    """The merit on each minibatch of the probe, and its part lam * ( g(x, y) - g(x, z) ).
-
-    There are none where the data cannot be sampled again. In schemes other than "forward" that part
-    may have any sign, and is left out.
-    """
-    draw, x = objectives.draw, state.x
-    if not (draw.upper.probed and draw.lower.probed):
-        return [], 0.0
-    terms: list[tuple[Level, Variable, float]] = [(Level.UPPER, state.solution, 1.0)]
-    if phi is not None:
-        stencil, lam = phi.stencil, float(phi.multiplier)
-        at_f = zip(stencil.upper, phi.points, strict=False)
-        at_g = zip(stencil.lower, phi.points, strict=False)
-        terms = [(Level.UPPER, y, u) for u, y in at_f if u]
-        terms += [(Level.LOWER, y, lam * w) for w, y in at_g if w]
-    uppers, lowers = draw.upper.probe(), draw.lower.probe()
-    rewind = Rewind(x.device)
-    values = []
-    with buffers_kept(x, *(y for _, y, _ in terms)):
-        for place in range(max(len(uppers), len(lowers))):
-            total = torch.zeros(2, dtype=torch.float64, device=x.device)
-            for level, y, weight in terms:
-                rewind()
-                upper = level is Level.UPPER
-                objective = objectives.f if upper else objectives.g
-                batches = uppers if upper else lowers
-                value = weight * objective(x, y, batches[place % len(batches)]).double()
-                total[0 if upper else 1] += value
-            values.append(total)
-    rewind()
-    found = objectives.mean(torch.stack(values))
-    forward = phi is not None and phi.stencil is FORWARD
-    gap = float(found[:, 1].mean()) if forward else 0.0
-    return found.sum(dim=1).tolist(), gap
-
-
-def _is_noisy(objectives: Objectives, state: Iterate) -> bool:
-    """Whether two evaluations at one point may differ: by their samples, or by what they draw."""
-    draw, x, y = objectives.draw, state.x, state.solution
-    if not (draw.upper.deterministic and draw.lower.deterministic):
-        return True
-    rewind = Rewind(x.device)
-    with torch.no_grad(), buffers_kept(x, y):
-        objectives.f(x, y, draw.upper.peek())
-        objectives.g(x, y, draw.lower.peek())
-    moved = rewind.moved()
-    rewind()
-    return moved

@@ -1,6 +1,6 @@
 """The step sizes and the multiplier of each outer step, where they are given by the user.
 
-Those that are found on the way are in :mod:`bilevel.stepping.tested`.
+Those that are found on the way are in :mod:`bilevel.stepping.found`.
 """
 
 from __future__ import annotations

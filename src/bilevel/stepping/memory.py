@@ -1,0 +1,83 @@
+"""What "auto" remembers from one look to the next; all of it is saved with the state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bilevel.errors import StateError
+
+
+@dataclass
+class Numbers:
+    """What the policy remembers, apart from tensors.
+
+    Attributes:
+        upper: the step of x.
+        first: the first one.
+        window: outer steps from one look to the next.
+        since: those taken since the last look.
+        looks: how many there were.
+        rests: how many looks x has rested for.
+        drift: by how much the merit changed while x rested.
+        last: the merit at the last look at which x rested.
+        failed: the merit that failed the test; NaN: none did.
+        uncertain: three standard errors of the difference that failed.
+        promised: the decrease that was promised then.
+        noisy: the outer steps in which noise hid what y has left to gain.
+        multiplier: the raised one.
+        steepness: the curvature that the lower steps meet.
+        returns: how often x went back since a window last passed.
+        measuring: whether x rests until its merit is known.
+    """
+
+    upper: float = math.nan
+    first: float = 0.0
+    window: int = 1
+    since: int = 0
+    looks: int = 0
+    rests: int = 0
+    drift: float = 0.0
+    last: float = math.nan
+    failed: float = math.nan
+    uncertain: float = 0.0
+    promised: float = 0.0
+    noisy: float = 0.0
+    multiplier: float = 0.0
+    steepness: float = 0.0
+    returns: int = 0
+    measuring: bool = True
+
+    @classmethod
+    def checked(cls, found: Any) -> Numbers:
+        """The numbers of a saved state, if they are such."""
+        kinds = {name: type(value) for name, value in asdict(cls()).items()}
+        if not isinstance(found, dict) or {name: type(v) for name, v in found.items()} != kinds:
+            raise StateError(f"the numbers that 'auto' remembers are {kinds}, not {found!r}")
+        return cls(**found)
+
+
+@dataclass
+class Reference:
+    """Where a window began.
+
+    Attributes:
+        x: the upper variable, flat.
+        places: the leaves and buffers of x and of all copies of y.
+        direction: that of x.
+        merits: on each minibatch of the probe; empty where the data cannot be sampled again.
+        steepness: the curvature that the lower steps met.
+        curvatures: what is known of those of g and f.
+        settled: whether the copies of y had settled; at a kink they never do.
+    """
+
+    x: Tensor
+    places: list[list[Tensor]]
+    direction: Tensor
+    merits: list[float]
+    steepness: float
+    curvatures: list[dict[str, Any]]
+    settled: bool

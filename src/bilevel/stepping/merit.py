@@ -1,0 +1,62 @@
+"""What "auto" tests the steps of x by: Phi, or f at the lower solution, on samples that stay."""
+
+from __future__ import annotations
+
+import torch
+
+from bilevel.problem import FORWARD, Level, Objectives, Phi
+from bilevel.sampling import Rewind
+from bilevel.stepping.policy import Iterate
+from bilevel.variables import Variable, buffers_kept
+
+
+@torch.no_grad()
+def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[list[float], float]:
+    """The merit on each minibatch of the probe, and its part lam * ( g(x, y) - g(x, z) ).
+
+    There are none where the data cannot be sampled again. In schemes other than "forward" that part
+    may have any sign, and is left out.
+    """
+    draw, x = objectives.draw, state.x
+    if not (draw.upper.probed and draw.lower.probed):
+        return [], 0.0
+    terms: list[tuple[Level, Variable, float]] = [(Level.UPPER, state.solution, 1.0)]
+    if phi is not None:
+        stencil, lam = phi.stencil, float(phi.multiplier)
+        at_f = zip(stencil.upper, phi.points, strict=False)
+        at_g = zip(stencil.lower, phi.points, strict=False)
+        terms = [(Level.UPPER, y, u) for u, y in at_f if u]
+        terms += [(Level.LOWER, y, lam * w) for w, y in at_g if w]
+    uppers, lowers = draw.upper.probe(), draw.lower.probe()
+    rewind = Rewind(x.device)
+    values = []
+    with buffers_kept(x, *(y for _, y, _ in terms)):
+        for place in range(max(len(uppers), len(lowers))):
+            total = torch.zeros(2, dtype=torch.float64, device=x.device)
+            for level, y, weight in terms:
+                rewind()
+                upper = level is Level.UPPER
+                objective = objectives.f if upper else objectives.g
+                batches = uppers if upper else lowers
+                value = weight * objective(x, y, batches[place % len(batches)]).double()
+                total[0 if upper else 1] += value
+            values.append(total)
+    rewind()
+    found = objectives.mean(torch.stack(values))
+    forward = phi is not None and phi.stencil is FORWARD
+    gap = float(found[:, 1].mean()) if forward else 0.0
+    return found.sum(dim=1).tolist(), gap
+
+
+def is_noisy(objectives: Objectives, state: Iterate) -> bool:
+    """Whether two evaluations at one point may differ: by their samples, or by what they draw."""
+    draw, x, y = objectives.draw, state.x, state.solution
+    if not (draw.upper.deterministic and draw.lower.deterministic):
+        return True
+    rewind = Rewind(x.device)
+    with torch.no_grad(), buffers_kept(x, y):
+        objectives.f(x, y, draw.upper.peek())
+        objectives.g(x, y, draw.lower.peek())
+    moved = rewind.moved()
+    rewind()
+    return moved
