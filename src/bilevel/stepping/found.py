@@ -396,7 +396,7 @@ class FoundSizes(GivenSizes):
         y, z = state.penalised, state.solution
         if y is not None:
             where = flatten(z.leaves)
-            seen = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
+            seen: float = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
             return float((flatten(y.leaves) - where).norm()) > seen
         return self._slope_of_f is None or bool(self._slope_of_f(z).any())
 
@@ -424,7 +424,7 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         if self._reference is None or n.returns > MOST_RETURNS:
             return False
-        n.since = 0
+        n.since, self._changes = 0, True
         self._go_back(state, math.inf)
         if self._curvatures:  # it may have been y that went too far
             self._curvatures[0].value *= STEEPER
