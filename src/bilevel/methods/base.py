@@ -58,6 +58,11 @@ class Method(ABC, Generic[S]):
                     return str(limit.reason)
         return None
 
+    @property
+    def direction_batches(self) -> int:
+        """How many minibatches are behind an x direction where the user leaves that open."""
+        return 1
+
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         """Refuse, with the reason, what the method cannot do with this problem, data or x."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,17 @@ class Sampling:
             size = getattr(self, name)
             if size is not None and self.upper_data is None and self.lower_data is None:
                 raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
+
+    def beside(self, method: Method[Any]) -> Sampling:
+        """With as many samples behind an x direction as the method chooses if nobody else does."""
+        if self.direction_batch_size is not None or self.batch_size is None:
+            return self
+        lengths = [length for length in self.lengths().values() if length is not None]
+        whole = min(lengths, default=0) // self.batch_size
+        batches = min(method.direction_batches, whole)
+        if batches <= 1:
+            return self
+        return replace(self, direction_batch_size=batches * self.batch_size)
 
     def draw(
         self,
@@ -216,7 +227,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     ranks = ranks or ranks_of_one_process(given.process_group, x, y)
     if ranks is not None:
         refuse_on_ranks(ranks, given.problem, method, x, y)
-    redraw = partial(sampling.draw, given.seed, place, x.device)
+    redraw = partial(sampling.beside(method).draw, given.seed, place, x.device)
     draw, randomness = redraw(() if ranks is None else ranks.key)
     larger = sampling.direction_batch_size is not None
     execution.check(method, larger_direction=larger, chunked=draw.chunked)

@@ -43,8 +43,9 @@ class Solver(Resumable):
             more; how often each does depends on the method. Data in which f and g belong together,
             such as the tasks of few-shot learning, must not be given as two functions or lists.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
-        direction_batch_size: how many samples are behind the x direction. None: one minibatch.
-            "all": one pass over all data, in order.
+        direction_batch_size: how many samples are behind the x direction. None: one minibatch, or
+            with upper_lr="auto" as many as there are inner steps. "all": one pass over all data, in
+            order.
         compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
             PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
             and every later one a fraction of its time; the iterates differ only by rounding, and a

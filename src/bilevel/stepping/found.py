@@ -29,8 +29,8 @@ in 64 steps: what x gains is then no more than what noise takes. It is never les
 of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
-a test sees only what the probe shows, no entry of x moves by more than four times the root mean
-square of all, or four units if that is more.
+a test sees only what the probe shows, no entry of x moves by more than four times the median
+of all, or four units if that is more.
 
 *The multiplier* starts at the number that is given (10), or at ten times the ratio of the
 curvatures of f and g if that is more. It is raised where f, seen from the two ends of the finite
@@ -55,7 +55,7 @@ from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
 from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
 from bilevel.stepping.memory import Numbers, Reference
-from bilevel.stepping.merit import is_noisy, merits_at
+from bilevel.stepping.merit import Merits, is_noisy, merits_at
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
@@ -129,6 +129,7 @@ class FoundSizes(GivenSizes):
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
         self._reference: Reference | None = None
+        self._rested: list[float] = []
         self._signal = 0.0
         self._closing = False
         self._slope_of_f: Slope | None = None
@@ -189,7 +190,7 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         if not (n.steepness > 0 and math.isfinite(n.steepness)):
             return FALLBACK_RATE  # g is linear in y: no curvature limits the step
-        return 1 / (n.steepness * math.sqrt(1 + n.noisy / (10 * self._unit)))
+        return 1 / (n.steepness * n.brake * math.sqrt(1 + n.noisy / (10 * self._unit)))
 
     def _measure(self, objectives: Objectives, state: Iterate) -> None:
         """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
@@ -204,7 +205,8 @@ class FoundSizes(GivenSizes):
         if not n.looks:
             g.refine(lower, y, FIRST_POWER_STEPS)
             f.refine(upper, y, FIRST_POWER_STEPS)
-            n.multiplier = 10 * f.value / g.value if self._raises and g.value > 0 else 0.0
+            if self._raises and g.value > 0:
+                n.multiplier = 10 * f.value / g.value
         else:
             g.refine(lower, y, 1, noisy=noisy)
             if n.looks & (n.looks - 1) == 0:  # a power of two
@@ -228,8 +230,9 @@ class FoundSizes(GivenSizes):
         batches = [stream.peek()]
         if not stream.deterministic and stream.probed:
             probe = stream.probe()
-            places = (2 * self._numbers.looks + i for i in range(min(2, len(probe))))
-            batches = [probe[place % len(probe)] for place in places]
+            looks = self._numbers.looks
+            count = min(2, len(probe)) if looks else len(probe)
+            batches = [probe[(2 * looks + i) % len(probe)] for i in range(count)]
         return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
 
     def _raise_multiplier(self, state: Iterate) -> bool:
@@ -267,13 +270,37 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks, self._changes = 0, n.looks + 1, True
-        merits, gap = merits_at(objectives, state, phi)
-        value = statistics.fmean(merits) if merits else 0.0
-        # z is the minimiser of g, so that a gap below zero is an error of z
-        settled = (self.pace is None or self.pace.settled) and gap >= -TOLERATED * abs(value - gap)
+        found = merits_at(objectives, state, phi)
         direction = gain * flatten(state.x.grads())
-        if not math.isfinite(value):
+        if not all(map(math.isfinite, found.values)):
             return self._go_back(state, math.inf)
+        if self._lower_rose(found):
+            n.brake *= 2
+            if not self._put_back(state):
+                self._rested = found.lower
+            self._rest_at_new_start()
+            return 0.0
+        upper = self._tested(state, direction, found)
+        if not self.returned:
+            self._rested = [] if upper else found.lower
+        return upper
+
+    def _lower_rose(self, found: Merits) -> bool:
+        """Whether g at the lower solution rose while x rested: its steps are then too long."""
+        rises = [here - there for here, there in zip(found.lower, self._rested, strict=False)]
+        if not rises or self._stiffness is None or self.pace is not None:
+            return False
+        value, known = statistics.fmean(found.values), statistics.fmean(self._rested)
+        seen = TOLERATED * max(abs(known), abs(value) / found.multiplier)
+        return statistics.fmean(rises) > seen + SURE * _error_of(rises)
+
+    def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
+        """The step of x after the test of the last window; 0: x rests."""
+        n, merits = self._numbers, found.values
+        value = statistics.fmean(merits) if merits else 0.0
+        # a gap below zero is an error of z, and noise keeps z from ever being exact
+        near = found.gap >= -(1.0 if self._noisy else TOLERATED) * abs(value)
+        settled = (self.pace is None or self.pace.settled) and near
         before = self._reference
         if n.measuring or before is None:
             n.drift = 0.0 if not merits else abs(value - n.last)
@@ -282,19 +309,19 @@ class FoundSizes(GivenSizes):
                 n.rests += 1
                 return 0.0
             n.drift = n.drift if math.isfinite(n.drift) else 0.0
-            return self._go_on(state, direction, merits, settled)
+            return self._go_on(state, direction, found, settled)
         if not math.isnan(n.failed):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
             if n.drift > TOLERATED * abs(value):
-                n.upper *= 0.25
+                self._shorten(math.inf)
                 self._rest_at_new_start()
                 return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
                 self._shorten(rise)
             n.failed = math.nan
-            return self._go_on(state, direction, merits, settled)
+            return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
         lags = before.settled and not settled
         if lags and not steeper and n.rests < LATER_RESTS:
@@ -303,7 +330,7 @@ class FoundSizes(GivenSizes):
         way = flatten(state.x.leaves) - before.x
         rises = [here - there for here, there in zip(merits, before.merits, strict=True)]
         rise = statistics.fmean(rises) if rises else 0.0
-        error = statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
+        error = _error_of(rises)
         n.promised = max(0.0, -float(way @ before.direction))
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
@@ -315,7 +342,7 @@ class FoundSizes(GivenSizes):
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
         self._learn(way, direction - before.direction, rise, error)
         n.returns, n.drift = 0, n.drift / 2
-        return self._go_on(state, direction, merits, settled)
+        return self._go_on(state, direction, found, settled)
 
     def _shorten(self, rise: float) -> None:
         """The step after a window that failed, by which the merit rose by so much."""
@@ -347,9 +374,7 @@ class FoundSizes(GivenSizes):
         secant = float(way @ way) / bend if bend > 0 else math.inf
         n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
 
-    def _go_on(
-        self, state: Iterate, direction: Tensor, merits: list[float], settled: bool
-    ) -> float:
+    def _go_on(self, state: Iterate, direction: Tensor, found: Merits, settled: bool) -> float:
         """Begin a window here; the step of x."""
         n = self._numbers
         if self._closing:
@@ -365,7 +390,8 @@ class FoundSizes(GivenSizes):
             flatten(state.x.leaves).detach(),
             _places(state),
             direction,
-            merits,
+            found.values,
+            found.lower,
             self._met(),
             saved(self._curvatures),
             settled,
@@ -384,10 +410,10 @@ class FoundSizes(GivenSizes):
         x = flatten(state.x.leaves)
         if math.isnan(n.upper):
             length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
-            promise = FIRST_SHARE * abs(statistics.fmean(merits or [0.0])) / norm
+            promise = FIRST_SHARE * abs(statistics.fmean(found.values or [0.0])) / norm
             n.upper = n.first = min(length, promise or length) / norm / self._unit
         if self._noisy:
-            size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
+            size = max(1.0, float(x.abs().median()))
             n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
         return n.upper
 
@@ -403,18 +429,24 @@ class FoundSizes(GivenSizes):
     def _go_back(self, state: Iterate, merit: float) -> float:
         """Put everything back to where the window began, where x rests for a step."""
         n = self._numbers
+        if self._put_back(state):
+            n.failed, n.rests, n.window, n.returns = merit, 0, self._unit, n.returns + 1
+        return 0.0
+
+    def _put_back(self, state: Iterate) -> bool:
+        """Move x and all copies of y to where the window began; whether there was one."""
         before = self._reference
         if before is None:
-            return 0.0
+            return False
         self.returned = True
-        n.failed, n.rests, n.window, n.returns = merit, 0, self._unit, n.returns + 1
         for variable, place in zip(state.variables(), before.places, strict=True):
             torch._foreach_copy_([*variable.leaves, *variable.buffers], place)
             variable.reshard()
         for curvature, known in zip(self._curvatures, before.curvatures, strict=True):
             curvature.load_state_dict(known)
         state.reset_estimators()
-        return 0.0
+        self._rested = before.lower
+        return True
 
     def close(self) -> None:
         self._closing = self._tests
@@ -442,6 +474,7 @@ class FoundSizes(GivenSizes):
             "found": asdict(self._numbers),
             "curvatures": saved(self._curvatures),
             "reference": saved(reference),
+            "rested": self._rested,
             "signal": self._signal,
         }
 
@@ -457,7 +490,13 @@ class FoundSizes(GivenSizes):
             mine.load_state_dict(theirs)
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
+        self._rested = list(state["rested"])
         self._signal, self._closing = state["signal"], False
+
+
+def _error_of(rises: list[float]) -> float:
+    """The standard error of their mean; 0 for one, which is exact."""
+    return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
 
 
 def _mean_of(slopes: list[Slope]) -> Slope:

@@ -27,6 +27,7 @@ class Numbers:
         failed: the merit that failed the test; NaN: none did.
         uncertain: three standard errors of the difference that failed.
         promised: the decrease that was promised then.
+        brake: by how much the step of y is shorter than its curvature says.
         noisy: the outer steps in which noise hid what y has left to gain.
         multiplier: the raised one.
         steepness: the curvature that the lower steps meet.
@@ -45,6 +46,7 @@ class Numbers:
     failed: float = math.nan
     uncertain: float = 0.0
     promised: float = 0.0
+    brake: float = 1.0
     noisy: float = 0.0
     multiplier: float = 0.0
     steepness: float = 0.0
@@ -69,6 +71,7 @@ class Reference:
         places: the leaves and buffers of x and of all copies of y.
         direction: that of x.
         merits: on each minibatch of the probe; empty where the data cannot be sampled again.
+        lower: g at the lower solution on each of them.
         steepness: the curvature that the lower steps met.
         curvatures: what is known of those of g and f.
         settled: whether the copies of y had settled; at a kink they never do.
@@ -78,6 +81,7 @@ class Reference:
     places: list[list[Tensor]]
     direction: Tensor
     merits: list[float]
+    lower: list[float]
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from bilevel.problem import FORWARD, Level, Objectives, Phi
@@ -10,16 +12,31 @@ from bilevel.stepping.policy import Iterate
 from bilevel.variables import Variable, buffers_kept
 
 
-@torch.no_grad()
-def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[list[float], float]:
-    """The merit on each minibatch of the probe, and its part lam * ( g(x, y) - g(x, z) ).
+@dataclass(frozen=True)
+class Merits:
+    """What is tested.
 
-    There are none where the data cannot be sampled again. In schemes other than "forward" that part
-    may have any sign, and is left out.
+    Attributes:
+        values: the merit on each minibatch of the probe. z minimises g, so that a negative gap is
+            an error of z, which does not count as a fall of the merit.
+        gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
+            have any sign, and is 0 here.
+        lower: g(x, z) on each minibatch; empty where it is not part of the merit.
+        multiplier: lam, with which g counts.
     """
+
+    values: list[float]
+    gap: float = 0.0
+    lower: list[float] = field(default_factory=list)
+    multiplier: float = 0.0
+
+
+@torch.no_grad()
+def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits:
+    """The merit here; it has no values where the data cannot be sampled again."""
     draw, x = objectives.draw, state.x
     if not (draw.upper.probed and draw.lower.probed):
-        return [], 0.0
+        return Merits([])
     terms: list[tuple[Level, Variable, float]] = [(Level.UPPER, state.solution, 1.0)]
     if phi is not None:
         stencil, lam = phi.stencil, float(phi.multiplier)
@@ -32,20 +49,24 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[
     values = []
     with buffers_kept(x, *(y for _, y, _ in terms)):
         for place in range(max(len(uppers), len(lowers))):
-            total = torch.zeros(2, dtype=torch.float64, device=x.device)
+            total = torch.zeros(3, dtype=torch.float64, device=x.device)
             for level, y, weight in terms:
                 rewind()
                 upper = level is Level.UPPER
                 objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
-                value = weight * objective(x, y, batches[place % len(batches)]).double()
-                total[0 if upper else 1] += value
+                value = objective(x, y, batches[place % len(batches)]).double()
+                total[0 if upper else 1] += weight * value
+                if not upper and y is state.solution:
+                    total[2] = value
             values.append(total)
     rewind()
     found = objectives.mean(torch.stack(values))
-    forward = phi is not None and phi.stencil is FORWARD
-    gap = float(found[:, 1].mean()) if forward else 0.0
-    return found.sum(dim=1).tolist(), gap
+    if phi is None or phi.stencil is not FORWARD:
+        return Merits(found[:, :2].sum(dim=1).tolist())
+    gap = float(found[:, 1].mean())
+    merits = found[:, 0] if gap < 0 else found[:, :2].sum(dim=1)
+    return Merits(merits.tolist(), gap, found[:, 2].tolist(), float(phi.multiplier))
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
