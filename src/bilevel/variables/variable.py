@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, NonFiniteError, StateError
 from bilevel.variables.copying import check_builder, copy_tree
+from bilevel.variables.forms import Form, each, form_of, record, tensor
 from bilevel.variables.gradients import global_norm, largest_entries, longest_step, require_finite
 from bilevel.variables.layout import Layout
 from bilevel.variables.leaves import (
@@ -293,6 +294,11 @@ class Variable:
             ],
             "buffers": [buffer.detach().clone() for buffer in self.buffers],
         }
+
+    def state_form(self) -> Form:
+        """The leaves and buffers, in their shapes; those of a divided table with all rows."""
+        whole = [tensor(self.global_shape(i), leaf) for i, leaf in enumerate(self.leaves)]
+        return record({"leaves": each(whole), "buffers": form_of(self.buffers)})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
