@@ -124,8 +124,22 @@ class Variable:
                 f"a function that builds it, such as {name}0=lambda: fully_shard(build())"
             )
         moved = {id(leaf) for leaf in given.leaves}
-        copied = copy_tree(value, moved, device, share_frozen=share_frozen)
-        cls(copied, name).requires_grad_(True)
+        reason = ""
+        try:
+            copied = copy_tree(value, moved, device, share_frozen=share_frozen)
+            made = cls(copied, name)
+            made.requires_grad_(True)
+            if not all(leaf.is_leaf for leaf in made.leaves):
+                reason = "its copies are results of a computation, as those of a ScriptModule"
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        if reason:
+            raise ArgumentError(
+                f"{name} cannot be copied: {reason}. Give a function that builds it, such as "
+                f"{name}0=lambda: build()"
+            )
         # The order of the leaves depends on which of them require gradients.
         return cls(copied, name)
 
