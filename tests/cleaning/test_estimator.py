@@ -19,7 +19,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import bilevel
 from bilevel import LabelCleaner
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
 
 NAMES = np.array(["ant", "bee", "cat"])
 
@@ -313,3 +313,30 @@ except bilevel.errors.MissingExtraError as error:
 def test_an_unknown_name_is_still_refused() -> None:
     with pytest.raises(AttributeError, match="LabelCleanser"):
         bilevel.LabelCleanser  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [(None, "None and text"), (1, "int and text"), (float("nan"), "float and text")],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["y", "y_clean"])
+def test_labels_of_several_kinds_are_refused(where: str, other: Any, said: str) -> None:
+    X = np.random.default_rng(0).normal(size=(20, 3))
+    text = np.array(["a", "b"] * 10, dtype=object)
+    mixed = text.copy()
+    mixed[::5] = other
+    labels = {"y": mixed if where == "y" else text, "y_clean": mixed if where != "y" else text}
+    with pytest.raises(ArgumentTypeError, match=f"the labels mix {said}"):
+        LabelCleaner().fit(X, labels["y"], X_clean=X, y_clean=labels["y_clean"])
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [[None] * 20, [b"a", b"b"] * 10, [0.0, float("nan")] * 10, np.zeros((20, 2)), [[1], [1, 2]]],
+    ids=["None", "bytes", "NaN", "two columns", "ragged"],
+)
+def test_labels_that_scikit_learn_refuses_are_an_error_of_ours(labels: Any) -> None:
+    X = np.random.default_rng(0).normal(size=(20, 3))
+    with pytest.raises(BilevelError):
+        LabelCleaner().fit(X, labels)

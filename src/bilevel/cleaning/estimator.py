@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from bilevel.cleaning.rows import FeatureRows, Scaler, linear
 from bilevel.cleaning.softmax import SoftmaxRegression
 from bilevel.cleaning.task import CleaningTask, SearchSettings
 from bilevel.cleaning.wording import listed
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
 from bilevel.errors.checks import check_count, check_flag, checked_number, checked_path
 from bilevel.errors.extras import needed
 
@@ -268,11 +270,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "allow_nd": self.model is not None,
             "reset": reset,
         }
-        if y is None and not reset:
-            return validate_data(self, X, **options), None
-        X, y = validate_data(self, X, y, **options)
-        check_classification_targets(y)
-        return X, column_or_1d(y)
+        with _as_our_own():
+            if y is None and not reset:
+                return validate_data(self, X, **options), None
+            _refuse_mixed_labels(y)
+            X, y = validate_data(self, X, y, **options)
+            check_classification_targets(y)
+            return X, column_or_1d(y)
 
     def _codes(self, name: str, labels: Array) -> npt.NDArray[np.int64]:
         """The position of each label among the classes of y."""
@@ -297,6 +301,34 @@ def _stacked(X: Any, more: Any) -> Any:
     if isinstance(X, np.ndarray) or isinstance(more, np.ndarray):
         raise ArgumentTypeError("X and X_clean must be both sparse or both dense")
     return vstack([X, more], format="csr")
+
+
+@contextmanager
+def _as_our_own() -> Iterator[None]:
+    """What scikit-learn finds wrong with X or y, as an error of this library."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+    except TypeError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def _refuse_mixed_labels(y: Any) -> None:
+    """Raise for labels of several kinds, such as None and text, which have no order."""
+    if not hasattr(y, "__len__") or getattr(getattr(y, "dtype", None), "kind", "O") != "O":
+        return
+    kinds = {
+        "text" if isinstance(label, str) else str(None if label is None else type(label).__name__)
+        for label in np.ravel(np.asarray(y, dtype=object))
+    }
+    if "text" in kinds and len(kinds) > 1:
+        raise ArgumentTypeError(
+            f"the labels mix {' and '.join(sorted(kinds))}; give every sample a label of one kind, "
+            f"and leave out those that have none"
+        )
 
 
 def _refuse_text(X: Any) -> None:

@@ -21,6 +21,7 @@ from bilevel.problem import Evaluation, Level, Metrics, Number, Phi, Problem, Te
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import GivenSizes, Update
 from bilevel.variables import (
+    Form,
     Variable,
     add_gradients,
     buffers_kept,
@@ -30,6 +31,7 @@ from bilevel.variables import (
     require_finite,
     stored_values,
 )
+from bilevel.variables.forms import record
 
 
 def can_defer(state: State) -> bool:
@@ -89,6 +91,10 @@ class EagerEvaluator(Evaluator):
         self._check = FiniteCheck(0, at_once=True)
         self._report: Report | None = None
         self._metrics: dict[tuple[Level, int], Metrics] = {}
+
+    def use(self, draw: Draw) -> None:
+        """Take the samples from there from now on."""
+        self.draw = draw
 
     # One outer step
 
@@ -285,6 +291,10 @@ class EagerEvaluator(Evaluator):
     def state_dict(self) -> dict[str, Any]:
         """What the engine carries from step to step: the loss scale."""
         return {"loss_scale": self._scaling.state_dict()}
+
+    def state_form(self) -> Form:
+        """What a saved state must look like."""
+        return record({"loss_scale": self._scaling.state_form()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""

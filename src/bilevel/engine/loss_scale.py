@@ -11,7 +11,8 @@ import torch
 from bilevel.errors import ArgumentError, StateError
 from bilevel.errors.checks import check_count, checked_number
 from bilevel.sampling import Rewind
-from bilevel.variables import Variable, add_gradients, largest_entries, stored_values
+from bilevel.variables import Form, Variable, add_gradients, largest_entries, stored_values
+from bilevel.variables.forms import empty_or, real, record, whole
 
 T = TypeVar("T")
 
@@ -122,6 +123,10 @@ class Scaling:
     def state_dict(self) -> dict[str, Any]:
         """The scale and how long it has been good for; nothing where it is fixed."""
         return {} if self._settings is None else {"scale": self.scale, "good": self._good}
+
+    def state_form(self) -> Form:
+        """A scale that is not less than the least; nothing where it is fixed."""
+        return empty_or(record({"scale": real(LEAST), "good": whole()}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved scale."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import reprlib
 from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
@@ -29,6 +31,22 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
+def check_function(name: str, value: Any, *arguments: str, expected: str = "") -> None:
+    """Raise unless ``value`` can be called with so many arguments, which messages call by names.
+
+    ``expected`` says what else it may be.
+    """
+    shown = expected or f"a function of ({', '.join(arguments)})"
+    if not callable(value):
+        raise ArgumentTypeError(f"{name} must be {shown}, not {reprlib.repr(value)}")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{name} must be {shown}, not {value!r} ({error})") from error
+    except ValueError:  # Some callables have no signature; an error then comes from the call.
+        return
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
@@ -51,10 +69,16 @@ def checked_path(name: str, value: Any) -> Path:
     """``value`` as the path of a file or a folder."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
-    path = Path(value)
-    if "\0" in str(path):
+    text = os.fspath(value)
+    if not text:
+        raise ArgumentError(f"{name} must be a path, not {value!r}; the current folder is '.'")
+    if "\0" in text:
         raise ArgumentError(f"{name} must be a path, not {value!r}, which holds a null character")
-    return path
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # such names can be written, but not everywhere read
+        raise ArgumentError(f"{name} must be a path in UTF-8, not {value!r}") from error
+    return Path(value)
 
 
 def checked_device(name: str, value: Any) -> torch.device:

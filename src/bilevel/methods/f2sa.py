@@ -22,7 +22,8 @@ from bilevel.methods.state import Info, State
 from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil, central
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes, Update, updates_of_copies
-from bilevel.variables import Variable, frozen
+from bilevel.variables import Form, Variable, frozen
+from bilevel.variables.forms import whole
 
 if TYPE_CHECKING:
     from bilevel import theory
@@ -57,6 +58,9 @@ class F2SAState(State):
         for point in self.points:
             if point is not self.solution:
                 point.contract_towards(self.solution, share)
+
+    def _known_forms(self) -> dict[str, Form]:
+        return super()._known_forms() | {"centre": whole(self.centre, self.centre)}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bilevel.errors import StateError
 from bilevel.problem import Number
-from bilevel.stepping import StepSizePolicy, Update
-from bilevel.variables import Variable, loaded, saved
+from bilevel.stepping import StepSizePolicy, Update, policy_form
+from bilevel.variables import Form, Variable, form_of, loaded, saved
+from bilevel.variables.forms import real, refuse, whole
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,43 @@ class State:
         """All fields, copied."""
         return {field.name: saved(getattr(self, field.name)) for field in fields(self)}
 
+    def state_form(self) -> Form:
+        """What each saved field must look like."""
+        known = self._known_forms()
+        forms = {
+            field.name: known.get(field.name) or form_of(getattr(self, field.name))
+            for field in fields(self)
+        }
+
+        def check(value: Any, path: str) -> None:
+            if not isinstance(value, dict):
+                refuse(value, path, f"the state of {type(self).__name__}")
+            self._check_fields(value)
+            for name, form in forms.items():
+                form(value[name], f"{path}/{name}")
+
+        return check
+
+    def _known_forms(self) -> dict[str, Form]:
+        """The forms of fields that are more than "as it is now, with other numbers"."""
+        return {
+            "k": whole(),
+            "multiplier": real(0.0, nan=True, infinite=True),
+            "policy": policy_form(self.policy, self.variables()),
+        }
+
+    def _check_fields(self, state: dict[str, Any]) -> None:
+        mine = [field.name for field in fields(self)]
+        if sorted(map(str, state)) != sorted(mine):
+            raise StateError(
+                f"the saved state has the fields {sorted(map(str, state))}, but "
+                f"{type(self).__name__} has {sorted(mine)}; was it saved by another method?"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over saved fields, in place."""
-        mine = [field.name for field in fields(self)]
-        if sorted(state) != sorted(mine):
-            raise StateError(
-                f"the saved state has the fields {sorted(state)}, but {type(self).__name__} has "
-                f"{sorted(mine)}; was it saved by another method?"
-            )
-        if not state["k"] >= 0:
-            raise StateError(f"the saved state says that {state['k']!r} steps were taken")
-        for name in mine:
+        self._check_fields(state)
+        for name in (part.name for part in fields(self)):
             setattr(self, name, loaded(getattr(self, name), state[name]))
 
 

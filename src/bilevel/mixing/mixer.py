@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_count, checked_number
+from bilevel.errors.checks import check_count, check_function, checked_number
 from bilevel.methods import F2SA, Info, Method, method_of
 from bilevel.mixing.mixture import Mixture, weight_key
 from bilevel.mixing.tokens import LanguageModelLoss, TokenBatch, check_batch
@@ -121,10 +121,9 @@ class DataMixer:
             record_every: the number of steps between two records; the last step is always recorded.
                 Each record costs one evaluation of f.
         """
-        if callback is not None and not callable(callback):
-            raise ArgumentTypeError(
-                f"callback must be a function of (solver, info) or a Logger, not {callback!r}"
-            )
+        if callback is not None:
+            either = "a function of (solver, info) or a Logger"
+            check_function("callback", callback, "solver", "info", expected=either)
         device = next(self.model.parameters()).device
         recorder = _WeightRecorder(list(self.sources), callback)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
+from bilevel.errors.checks import check_function
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, is_sharded
@@ -60,10 +61,7 @@ class Problem:
         y_set: Any = None,
     ) -> None:
         for name, objective in (("upper", upper), ("lower", lower)):
-            if not callable(objective):
-                raise ArgumentTypeError(
-                    f"{name} must be a function of (x, y, batch), not {objective!r}"
-                )
+            check_function(name, objective, "x", "y", "batch")
         for name, wanted in (("x_set", x_set), ("y_set", y_set)):
             if wanted is not None and not (
                 callable(wanted) or isinstance(wanted, dict | list | tuple)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import check_function
 from bilevel.variables import Table, Variable
 
 Projection: TypeAlias = Callable[[Tensor], Tensor]
@@ -210,6 +211,7 @@ def _collect(node: Any, wanted: Any, path: str, found: dict[int, Projection]) ->
     if isinstance(wanted, type):
         raise ArgumentTypeError(f"{path} is the class {wanted.__name__}; give an instance of it")
     if callable(wanted):
+        check_function(path, wanted, "tensor", expected="a callable that projects a tensor")
         if isinstance(node, Tensor):
             found[id(node)] = wanted
         elif isinstance(node, dict | list | tuple):

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from bilevel.methods import Info
 from bilevel.run.solver import Solver
-from bilevel.variables import local_part
+from bilevel.variables import Form, local_part
+from bilevel.variables.forms import each, many, real, record, refuse, whole
 
 WINDOW = 10
 """How many recorded steps the first and the last direction are taken from: enough for a median, and
@@ -102,8 +103,20 @@ class Convergence:
         self._read()
         return {"first": [list(pair) for pair in self._first], "last": [*map(list, self._last)]}
 
+    def state_form(self) -> Form:
+        """Steps and lengths; the first ones are known whenever any are."""
+        pairs = many(each([whole(), real(0.0, nan=True, infinite=True)]), most=WINDOW)
+        declared = record({"first": pairs, "last": pairs})
+
+        def check(value: Any, path: str) -> None:
+            declared(value, path)
+            if bool(value["first"]) != bool(value["last"]):
+                refuse(value, path, "that both are empty or neither")
+
+        return check
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._unread = []
-        self._first = [(int(k), float(length)) for k, length in state["first"]]
-        self._last = [(int(k), float(length)) for k, length in state["last"]]
+        self._first = [(k, float(length)) for k, length in state["first"]]
+        self._last = [(k, float(length)) for k, length in state["last"]]

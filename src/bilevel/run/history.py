@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bilevel.methods import Info
+from bilevel.variables import Form
+from bilevel.variables.forms import record, refuse, tensor
 
 History: TypeAlias = dict[str, npt.NDArray[Any]]
 """Columns of one length, by their names."""
@@ -119,6 +121,26 @@ class Recorder:
         """What was recorded of one run."""
         told = np.hstack([self._when[: self.rows], self._rates[: self.rows]])
         return {"measured": self._measured[: self.rows].clone(), "told": torch.from_numpy(told)}
+
+    def state_form(self) -> Form:
+        """As many rows of what was measured as of when, by rising steps."""
+        declared = record(
+            {
+                "measured": tensor((-1, *self._measured.shape[1:])),
+                "told": tensor((-1, 2 + len(RATES))),
+            }
+        )
+
+        def check(value: Any, path: str) -> None:
+            declared(value, path)
+            steps = value["told"][:, 0]
+            if len(steps) != len(value["measured"]):
+                refuse(value["measured"], f"{path}/measured", f"{len(steps)} rows, as in told,")
+            rising = bool((steps.diff() > 0).all()) and bool((steps == steps.round()).all())
+            if not (rising and bool(((steps >= 0) & (steps < 2**53)).all())):
+                refuse(value["told"], f"{path}/told", "a first column of rising step numbers")
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; the last step of a shorter run may be one that this run leaves out."""

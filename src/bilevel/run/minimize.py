@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ import torch
 from bilevel.engine import LossScale
 from bilevel.engine.ranks import GroupChoice
 from bilevel.errors import ArgumentTypeError, DivergenceError, RunError, WorsenedWarning, warn
-from bilevel.errors.checks import check_choice, check_count, check_flag, checked_number
+from bilevel.errors.checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_function,
+    checked_number,
+)
 from bilevel.errors.extras import needed
 from bilevel.methods import Info, Method
 from bilevel.problem import Problem
@@ -169,10 +176,8 @@ class Options:
         if self.on_divergence is not None:
             check_choice("on_divergence", self.on_divergence, REACTIONS)
         check_flag("progress", self.progress)
-        if self.callback is not None and not callable(self.callback):
-            raise ArgumentTypeError(
-                f"callback must be a function of (solver, info), not {self.callback!r}"
-            )
+        if self.callback is not None:
+            check_function("callback", self.callback, "solver", "info")
 
     def described(self) -> dict[str, Any]:
         """What may not differ between a checkpoint and the run that goes on from it.
@@ -298,7 +303,7 @@ class _Loop:
             return
         if recorded and self._meter is not None:
             self._meter.show(info)
-        stop = recorded and callback is not None and bool(callback(solver, info))
+        stop = recorded and callback is not None and _is_true(callback(solver, info))
         asked, late = self._interrupts.asked, self._out_of_time
         due, self._stopped, self._interrupted, self._late, moving = self._on_any_rank(
             due, stop, asked, late, moving
@@ -374,6 +379,16 @@ class _Loop:
         steps, seconds = self._solver.k, self._clock.seconds
         x, y, selected = self._selector.point(sound=sound)
         return Result(x, y, self._recorder.history(steps), steps, seconds, outcome, selected)
+
+
+def _is_true(answer: Any) -> bool:
+    """What a callback returned, as whether the run is to end."""
+    try:
+        return bool(answer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"callback must return True to end the run, or None, not {reprlib.repr(answer)}"
+        ) from error
 
 
 def meter_of(steps: int) -> Any:

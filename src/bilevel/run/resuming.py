@@ -10,7 +10,8 @@ from bilevel.errors import CheckpointError
 from bilevel.run.checkpoint import Folder
 from bilevel.run.saving import MISFITS, refuse_other_settings
 from bilevel.run.solver import Solver
-from bilevel.variables import Stateful, check_alike
+from bilevel.variables import Form, Stateful, check_alike
+from bilevel.variables.forms import Declared, real, record, refuse
 
 
 class Clock:
@@ -27,6 +28,10 @@ class Clock:
     def state_dict(self) -> dict[str, Any]:
         """The seconds so far."""
         return {"seconds": self.seconds}
+
+    def state_form(self) -> Form:
+        """Seconds are not negative."""
+        return record({"seconds": real(0.0)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -68,21 +73,32 @@ class SavedRun:
         if "run" not in content:
             raise CheckpointError(path, "it was written by Solver.save, not by minimize")
         try:
-            refuse_other_settings(path, content["run"]["settings"], self._settings)
+            run = content["run"]
+            if not isinstance(run, dict) or not isinstance(run.get("settings"), dict):
+                refuse(run, "run", "a dict with the settings of a run")
+            refuse_other_settings(path, run["settings"], self._settings)
             self._solver.restore(path, content)
             if self._solver.k > steps:
                 raise CheckpointError(
                     path, f"{self._solver.k} steps were taken, which is more than steps={steps}"
                 )
+            self._check_parts(run)
             for name, part in self._parts.items():
-                check_alike(part.state_dict(), content["run"][name], name)
-                part.load_state_dict(content["run"][name])
+                part.load_state_dict(run[name])
         except CheckpointError:
             raise
         except MISFITS as error:
             raise CheckpointError(
                 path, f"its run does not fit this one ({type(error).__name__}: {error})"
             ) from error
+
+    def _check_parts(self, run: Mapping[str, Any]) -> None:
+        """Refuse saved parts that do not fit these, before any of them is loaded."""
+        for name, part in self._parts.items():
+            if isinstance(part, Declared):
+                part.state_form()(run[name], name)
+            else:  # of the user's own
+                check_alike(part.state_dict(), run[name], name)
 
     def save(self) -> None:
         """Write a file for the steps taken so far; where that fails, warn and go on."""

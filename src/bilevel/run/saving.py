@@ -25,9 +25,10 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
 from bilevel.sampling import Draw, PrivateRandomness
-from bilevel.variables import buffers_kept, check_alike
+from bilevel.variables import Form, buffers_kept, form_of
+from bilevel.variables.forms import maybe, real, record, refuse, text, whole
 
-MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
+MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError)
 """What is raised when a state of another structure is loaded."""
 
 Values = Mapping[str, float | None]
@@ -61,7 +62,7 @@ class Resumable(ABC):
 
     @draw.setter
     def draw(self, draw: Draw) -> None:
-        self.evaluator.draw = draw
+        self.evaluator.use(draw)
 
     @abstractmethod
     def settle(self) -> None:
@@ -97,6 +98,20 @@ class Resumable(ABC):
             "randomness": self._randomness.state_dict(),
         }
 
+    def state_form(self) -> Form:
+        """What a saved state must look like; all of it is checked before any of it is loaded."""
+        with self._randomness:
+            draw = self.draw.state_form()
+        return record(
+            {
+                "method": text,
+                "state": self.state.state_form(),
+                "engine": self.evaluator.state_form(),
+                "draw": draw,
+                "randomness": form_of(self._randomness),
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, bit for bit, in a solver made with the same arguments.
 
@@ -109,8 +124,8 @@ class Resumable(ABC):
                 f"{type(self.method).__name__!r}"
             )
         before = self.state_dict()
+        self.state_form()(state, "state")
         try:
-            check_alike(before, state, "state")
             self._load(state)
         except MISFITS as error:
             self._load(before)
@@ -196,6 +211,10 @@ class Resumable(ABC):
         missing = [part for part in ("settings", "solver", "values") if part not in content]
         if missing:
             raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
+        try:
+            self._check_parts(content)
+        except StateError as error:
+            raise CheckpointError(path, str(error)) from error
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
         as_many_ranks = content.get("ranks", 1) == size
         skipped = () if as_many_ranks else LEVELS  # with other ranks, the shares of data differ
@@ -208,20 +227,30 @@ class Resumable(ABC):
         state = {**content["solver"], **content.get(OWN, {})}
         try:
             if not as_many_ranks:
-                self.draw, self._randomness = self._redraw((rank, size, int(state["state"]["k"])))
+                self.state.state_form()(state.get("state"), "state/state")
+                self.draw, self._randomness = self._redraw((rank, size, state["state"]["k"]))
                 state["randomness"] = self._randomness.state_dict()
                 with self._randomness:
                     state["draw"] = self.draw.state_dict()
             self.load_state_dict(state)
             if as_many_ranks:
                 self._check_values(path, content["values"])
-        except StateError as error:
+        except BaseException as error:  # an objective may raise at a point that was forged
             state, self.draw, self._randomness = before
             self._load(state)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(path, str(error)) from error
+            if isinstance(error, StateError) and not isinstance(error, CheckpointError):
+                raise CheckpointError(path, str(error)) from error
+            raise
         _warn_of_other_versions(path, content.get("versions", {}))
+
+    def _check_parts(self, content: Mapping[str, Any]) -> None:
+        """Refuse parts of a checkpoint that are not what :meth:`snapshot` makes."""
+        for name in ("settings", "solver", "versions", OWN):
+            if not isinstance(content.get(name, {}), dict):
+                refuse(content[name], name, "a dict")
+        whole(1)(content.get("ranks", 1), "ranks")
+        value = maybe(real(nan=True, infinite=True))
+        record(dict.fromkeys(("upper", "lower"), value))(content["values"], "values")
 
     def _settings(self) -> dict[str, Any]:
         return {**_described(self.problem, self.method), **self._description}

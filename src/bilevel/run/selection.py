@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from bilevel.errors import StateError
 from bilevel.methods import Info
 from bilevel.run.solver import Solver
+from bilevel.variables import Form
+from bilevel.variables.forms import maybe, real, record, whole
 
 
 class Last:
@@ -36,6 +39,13 @@ class Last:
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice so far depends on."""
+        return {}
+
+    def state_form(self) -> Form:
+        """What a saved choice must look like."""
+        return record(self._fields())
+
+    def _fields(self) -> dict[str, Form]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,6 +80,10 @@ class Kept(Last):
     def state_dict(self) -> dict[str, Any]:
         return {"x": self._x.state_dict(), "y": self._y.state_dict(), "k": self._k}
 
+    def _fields(self) -> dict[str, Form]:
+        points = {"x": self._x.state_form(), "y": self._y.state_form()}
+        return points | {"k": maybe(whole())}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._x.load_state_dict(state["x"])
         self._y.load_state_dict(state["y"])
@@ -99,6 +113,9 @@ class Random(Kept):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"choice": self._generator.bit_generator.state}
 
+    def _fields(self) -> dict[str, Form]:
+        return super()._fields() | {"choice": _fits_a_generator}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._generator.bit_generator.state = state["choice"]
@@ -123,9 +140,20 @@ class Best(Kept):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"lowest": self._lowest}
 
+    def _fields(self) -> dict[str, Form]:
+        return super()._fields() | {"lowest": real(nan=True, infinite=True)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._lowest = state["lowest"]
+
+
+def _fits_a_generator(value: Any, path: str) -> None:
+    """Only NumPy knows what the state of its generator must look like."""
+    try:
+        np.random.default_rng().bit_generator.state = value
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"the saved {path} is no state of a random generator: {error}") from error
 
 
 SELECTORS: dict[str, type[Last]] = {"last": Last, "best": Best, "random": Random}

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 from bilevel.sampling.rows import split_batch
 from bilevel.sampling.stream import DirectionSize, Stream
+from bilevel.variables import Form
+from bilevel.variables.forms import record
 
 Nodes: TypeAlias = Sequence[tuple[bool, bool]]
 """For each copy of the lower variable whether f, and whether g, is evaluated at it."""
@@ -124,6 +126,10 @@ class Draw:
     def state_dict(self) -> dict[str, Any]:
         """The positions of both streams."""
         return {"upper": self.upper.state_dict(), "lower": self.lower.state_dict()}
+
+    def state_form(self) -> Form:
+        """What saved positions must look like."""
+        return record({"upper": self.upper.state_form(), "lower": self.lower.state_form()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved positions."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors.checks import check_function
 from bilevel.sampling.combined import CombinedData, CombinedStream
 from bilevel.sampling.indexed import Indexed, TensorRows
 from bilevel.sampling.iterated import Iterated
@@ -64,30 +64,18 @@ def stream_of(
             return to_device(default_collate([data[i] for i in indices]), device)
 
         return Indexed(length, take, batch_size, seed)
-    if isinstance(data, Iterable):
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         if isinstance(data, Sequence) and not data:
             raise ArgumentError(f"{name} is empty: {data!r}")
         return Iterated(data, name, device)
     if callable(data):
-        _check_takes_generator(name, data)
+        one = "a function of one argument, a torch.Generator, such as lambda generator: ..."
+        check_function(name, data, "generator", expected=one)
         return Sampled(data, seed, home)
     raise ArgumentTypeError(
         f"{name} must be a tensor, a tuple or dict of tensors, a Dataset, a DataLoader, an "
         f"iterable of batches, or a function of a torch.Generator, not {data!r}"
     )
-
-
-def _check_takes_generator(name: str, data: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with one argument."""
-    try:
-        inspect.signature(data).bind(None)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"{name} must be a function of one argument, a torch.Generator, such as "
-            f"lambda generator: ..., not {data!r} ({error})"
-        ) from error
-    except ValueError:  # Some callables have no signature; an error then comes from the call.
-        return
 
 
 def _combined(name: str, data: CombinedData, seed: int, **options: Any) -> CombinedStream:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError
+from bilevel.variables import Form, form_of
 
 DirectionSize: TypeAlias = int | Literal["all"] | None
 """How many samples are behind an x direction; None: one batch."""
@@ -63,6 +64,10 @@ class Stream(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream."""
+
+    def state_form(self) -> Form:
+        """What a saved position must look like: as this one, with other numbers."""
+        return form_of(self.state_dict())
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from bilevel.stepping import schedules
 from bilevel.stepping.curvature import slope_of, steepest_curvature
+from bilevel.stepping.forms import policy_form
 from bilevel.stepping.found import FoundSizes
 from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
 from bilevel.stepping.pace import Pace
@@ -47,6 +48,7 @@ __all__ = [
     "StepSizes",
     "Update",
     "as_schedule",
+    "policy_form",
     "positive_at",
     "rate_or_optimizer",
     "schedules",

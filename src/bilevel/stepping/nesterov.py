@@ -13,7 +13,8 @@ from bilevel.errors import ArgumentError, StateError
 from bilevel.errors.checks import checked_number
 from bilevel.problem import Number, Projection
 from bilevel.stepping.updates import Update
-from bilevel.variables import Variable, saved
+from bilevel.variables import Form, Variable, form_of, saved
+from bilevel.variables.forms import empty_or, real, record, whole
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,19 @@ class NesterovUpdate(Update):
             "travel": self._travel,
             "radius": self._radius,
         }
+
+    def state_form(self) -> Form:
+        """The last x in its shapes; counts and lengths that are not negative."""
+        return empty_or(
+            record(
+                {
+                    "before": form_of(self._before),
+                    "count": whole(),
+                    "travel": real(0.0),
+                    "radius": real(0.0),
+                }
+            )
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

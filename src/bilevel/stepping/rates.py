@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, MultiplierWarning, warn
+from bilevel.errors.checks import check_function
 from bilevel.problem import Number
 from bilevel.stepping.schedules import Constant, Rate, Schedule, as_schedule, positive_at
 
@@ -113,11 +113,9 @@ def rate_or_optimizer(
 
     A rate beside an optimizer that would ignore it is refused; with an optimizer the rate is 1.
     """
-    if optimizer is not None and not callable(optimizer):
-        raise ArgumentTypeError(
-            f"{optimizer_name} must be a function of the parameters that returns a "
-            f"torch.optim.Optimizer, not {reprlib.repr(optimizer)}"
-        )
+    if optimizer is not None:
+        factory = "a function of the parameters that returns a torch.optim.Optimizer"
+        check_function(optimizer_name, optimizer, "params", expected=factory)
     if rate is None or (isinstance(rate, str) and rate == "auto"):
         return None if optimizer is None else Constant(1.0)
     if optimizer is not None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_count, checked_number
+from bilevel.errors.checks import check_count, check_function, checked_number
 
 Schedule: TypeAlias = Callable[[int], float]
 """A function of the outer step k = 0, 1, 2, ..."""
@@ -93,6 +93,7 @@ def as_schedule(name: str, rate: Rate) -> Schedule:
             f"{name} must be a positive number or a function of the step k, not {rate!r}"
         )
     if callable(rate):
+        check_function(name, rate, "k", expected="a positive number or a function of the step k")
         return rate
     _check_positive(name, float(rate), "")
     return Constant(float(rate))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import checked_number
+from bilevel.variables.forms import empty_or, record, tensor
 
 
 class SharedAdamW(torch.optim.Optimizer):
@@ -100,6 +101,16 @@ class SharedAdamW(torch.optim.Optimizer):
             for param, source in zip(group["params"], theirs["params"], strict=True):
                 if param.grad is not None:
                     self._move(param, group, leader.state[source])
+
+    def check_entries(self, saved: dict[int, dict[str, Any]], path: str) -> None:
+        """Refuse saved numbers of the parameters that are not those that a step makes."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, entries in saved.items():
+            like = params[number]
+            forms = {"step": tensor(()), "exp_avg": tensor(like.shape)}
+            if self._leader is None:
+                forms["exp_avg_sq"] = tensor(like.shape)
+            empty_or(record(forms))(entries, f"{path}/{number}")
 
     def _move(self, param: Tensor, group: dict[str, Any], shared: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]

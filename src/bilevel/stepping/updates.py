@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
 from bilevel.problem import Number, Projection, RowNumbers, RowWise
+from bilevel.stepping.optimizer_forms import optimizer_form
 from bilevel.stepping.optimizers import (
     build,
     plain_step,
@@ -22,6 +23,7 @@ from bilevel.stepping.optimizers import (
 from bilevel.stepping.rates import OptimizerFactory
 from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.variables import (
+    Form,
     Variable,
     is_sharded,
     local_part,
@@ -30,6 +32,7 @@ from bilevel.variables import (
     stored_values,
     touched_rows,
 )
+from bilevel.variables.forms import refuse
 
 
 class Update:
@@ -209,6 +212,18 @@ class Update:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         for number, numbers in state["state"].items():
             yield places[id(params[number])], numbers
+
+    def state_form(self) -> Form:
+        """What :meth:`state_dict` gives; whether that has an optimizer is seen on loading."""
+
+        def check(value: Any, path: str) -> None:
+            if not isinstance(value, dict):
+                refuse(value, path, "a dict")
+            alike = ("scheduler" in value) == (self._scheduler is not None)
+            if value and self._optimizer is not None and alike:
+                optimizer_form(self._optimizer, self._scheduler, self._variable)(value, path)
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved optimizer's state, and its scheduler's."""

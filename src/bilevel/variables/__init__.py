@@ -1,6 +1,7 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
 from bilevel.variables.contexts import buffers_copied, buffers_kept, frozen, substituted
+from bilevel.variables.forms import Form, form_of
 from bilevel.variables.gradients import (
     differentiate,
     first_not_finite,
@@ -34,6 +35,7 @@ from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_li
 
 __all__ = [
     "Averaging",
+    "Form",
     "GradientSum",
     "Stateful",
     "Table",
@@ -48,6 +50,7 @@ __all__ = [
     "empty_row_sharded",
     "first_not_finite",
     "flatten",
+    "form_of",
     "frozen",
     "global_norm",
     "is_sharded",

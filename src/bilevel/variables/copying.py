@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import ArgumentTypeError, CompileWarning, warn
+from bilevel.errors import CompileWarning, warn
+from bilevel.errors.checks import check_function
 from bilevel.variables.tree import map_tree, walk
 
 
@@ -78,12 +78,8 @@ def _compile_like(copied: nn.Module, original: nn.Module) -> None:
 
 def check_builder(build: Callable[[], Any], name: str) -> None:
     """Refuse a function that cannot be called without arguments."""
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"{name} must be tensors, a module, or a function without arguments that builds these, "
-            f"not {build!r} ({error})"
-        ) from error
-    except ValueError:  # Some callables have no signature; an error then comes from the call.
-        return
+    check_function(
+        name,
+        build,
+        expected="tensors, a module, or a function without arguments that builds these",
+    )

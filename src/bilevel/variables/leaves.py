@@ -6,9 +6,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, TiedWarning, warn
 from bilevel.variables.table import Table
+
+MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The types in which steps can be computed."""
 
 
 def find_leaves(nodes: Iterable[tuple[str, Tensor | nn.Module]]) -> list[tuple[str, Tensor]]:
@@ -58,10 +62,15 @@ def check_tensors(
 ) -> None:
     """Refuse leaves that cannot be moved, and tensors without values anywhere in the tree."""
     for path, leaf in leaves:
-        if not leaf.is_floating_point():
+        _refuse_lazy(path, leaf)
+        if leaf.dtype not in MOVED:
             raise ArgumentTypeError(
-                f"{path} has dtype {leaf.dtype}, but only floating point tensors can be moved; "
-                f"convert it, for example with .float()"
+                f"{path} has dtype {leaf.dtype}, but only floating point tensors of 16 bits or "
+                f"more can be moved; convert it, for example with .float()"
+            )
+        if leaf.is_nested:
+            raise ArgumentTypeError(
+                f"{path} is a nested tensor, which cannot be moved; give a list of tensors"
             )
         if leaf.layout != torch.strided:
             raise ArgumentTypeError(
@@ -73,7 +82,15 @@ def check_tensors(
     for where, node in nodes:
         if isinstance(node, nn.Module):  # Objectives read the frozen parameters and buffers too.
             for path, tensor in (*node.named_parameters(), *node.named_buffers()):
+                _refuse_lazy(f"{where}.{path}", tensor)
                 _refuse_meta(f"{where}.{path}", tensor)
+
+
+def _refuse_lazy(path: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise ArgumentError(
+            f"{path} has no shape yet; call the lazy module once on a batch, which gives it one"
+        )
 
 
 def _refuse_meta(path: str, tensor: Tensor) -> None:

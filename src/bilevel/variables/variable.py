@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, NonFiniteError, StateError
 from bilevel.variables.copying import check_builder, copy_tree
+from bilevel.variables.forms import Form, each, form_of, record, tensor
 from bilevel.variables.gradients import global_norm, largest_entries, longest_step, require_finite
 from bilevel.variables.layout import Layout
 from bilevel.variables.leaves import (
@@ -123,8 +124,22 @@ class Variable:
                 f"a function that builds it, such as {name}0=lambda: fully_shard(build())"
             )
         moved = {id(leaf) for leaf in given.leaves}
-        copied = copy_tree(value, moved, device, share_frozen=share_frozen)
-        cls(copied, name).requires_grad_(True)
+        reason = ""
+        try:
+            copied = copy_tree(value, moved, device, share_frozen=share_frozen)
+            made = cls(copied, name)
+            made.requires_grad_(True)
+            if not all(leaf.is_leaf for leaf in made.leaves):
+                reason = "its copies are results of a computation, as those of a ScriptModule"
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        if reason:
+            raise ArgumentError(
+                f"{name} cannot be copied: {reason}. Give a function that builds it, such as "
+                f"{name}0=lambda: build()"
+            )
         # The order of the leaves depends on which of them require gradients.
         return cls(copied, name)
 
@@ -293,6 +308,11 @@ class Variable:
             ],
             "buffers": [buffer.detach().clone() for buffer in self.buffers],
         }
+
+    def state_form(self) -> Form:
+        """The leaves and buffers, in their shapes; those of a divided table with all rows."""
+        whole = [tensor(self.global_shape(i), leaf) for i, leaf in enumerate(self.leaves)]
+        return record({"leaves": each(whole), "buffers": form_of(self.buffers)})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -158,6 +158,15 @@ def test_a_bad_number_on_one_rank_stops_all_at_the_same_place(
 # Objectives that raise
 
 
+def _start(kind: str) -> Any:
+    """As in the list of starting points, and a module whose buffers DDP sends to all ranks."""
+    if kind != "DDP with buffers":
+        return START[kind](DOUBLE)
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    return DistributedDataParallel(layers.to(DOUBLE))
+
+
 def _raising(rank: int, kind: str, method: str, level: str) -> tuple[str, str, int, list[float]]:
     """On rank 1 an objective raises once, is caught, and the run goes on."""
     calls = 0
@@ -174,7 +183,7 @@ def _raising(rank: int, kind: str, method: str, level: str) -> tuple[str, str, i
     solver = bilevel.Solver(
         bilevel.Problem(**{**own, level: raises}),
         torch.zeros(SAMPLES, dtype=DOUBLE),
-        START[kind](DOUBLE),
+        _start(kind),
         upper_data=data,
         lower_data=data,
         batch_size=4,
@@ -191,17 +200,87 @@ def _raising(rank: int, kind: str, method: str, level: str) -> tuple[str, str, i
 
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
-@pytest.mark.parametrize("kind", ["plain tensors", "plain module", "DDP"])
+@pytest.mark.parametrize("kind", ["plain tensors", "plain module", "DDP", "DDP with buffers"])
 def test_an_objective_that_raises_on_one_rank_raises_on_all(
     two: Ranks, kind: str, method: str, level: str
 ) -> None:
     first, second = two.run(_raising, kind, method, level)
     assert second[:2] == ("KeyError", "'mine'")
     assert first[0] == "DistributedError"
-    assert "an objective raised on rank 1" in first[1]
+    assert "an objective or its data raised on rank 1" in first[1]
     assert "KeyError: 'mine'" in first[1]
     assert first[2:] == second[2:]  # and they go on together
     assert first[2] > 0
+
+
+def _without_batch(rank: int, kind: str, method: str, at: int) -> tuple[str, str, int, list[float]]:
+    """On rank 1 a batch cannot be drawn, once; the run goes on."""
+    calls = 0
+    data = tasks.samples(1, DOUBLE)
+
+    def draw(generator: torch.Generator) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == at:
+            raise OSError("the file is gone")
+        rows = torch.randint(SAMPLES, (4,), generator=generator)
+        return tuple(part[rows] for part in data)
+
+    solver = bilevel.Solver(
+        bilevel.Problem(tasks.upper, tasks.lower),
+        torch.zeros(SAMPLES, dtype=DOUBLE),
+        _start(kind),
+        upper_data=data,
+        lower_data=draw,
+        **tasks.how(method),
+    )
+    found = ("", "", -1)
+    for _ in range(10):
+        try:
+            solver.step()
+        except (OSError, bilevel.errors.DistributedError) as error:
+            found = type(error).__name__, str(error), solver.k
+    return *found, solver.x.tolist()
+
+
+@pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
+@pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
+def test_data_that_raises_on_one_rank_raises_on_all(two: Ranks, kind: str, method: str) -> None:
+    first, second = two.run(_without_batch, kind, method, 13 if method != "F3SA" else 5)
+    assert second[:2] == ("OSError", "the file is gone")
+    assert first[0] == "DistributedError"
+    assert "an objective or its data raised on rank 1" in first[1]
+    assert "OSError: the file is gone" in first[1]
+    assert first[2:] == second[2:]  # and they go on together
+    assert first[2] > 0
+
+
+def _breaking_off(rank: int) -> tuple[str, str]:
+    """On rank 1 the evaluation of a divided module raises, which ends the process."""
+    calls = 0
+
+    def upper(x: Any, y: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 20:
+            y(batch[0][:, :2])  # of another width, so that the first layer raises
+        return tasks.upper(x, y, batch)
+
+    try:
+        _minimize(upper=upper, y0=START["FSDP2"](DOUBLE), steps=50, batch_size=4)
+    except RuntimeError as error:
+        if "let this exception end the process" in "".join(getattr(error, "__notes__", [])):
+            os._exit(1)
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_divided_module_that_breaks_off_ends_all_ranks(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as doomed:
+        first, second = doomed.run(_breaking_off)
+    assert second is None
+    assert first[0] == "DistributedError"
+    assert "another rank cannot be reached" in first[1]
 
 
 # What one of them wants, all do

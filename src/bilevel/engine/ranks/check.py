@@ -94,7 +94,8 @@ class RanksCheck(FiniteCheck):
         for rank, (_, reasons) in enumerate(told):
             if reasons:
                 raise DistributedError(
-                    f"an objective raised on rank {rank} at step {self._step}: {reasons[0]}"
+                    f"an objective or its data raised on rank {rank} at step {self._step}: "
+                    f"{reasons[0]}"
                 )
         # all ranks make the same notes; the earliest bad one is the cause of the others
         raise NonFiniteError(self._step, min(bad for bad, _ in told if bad is not None)[1])

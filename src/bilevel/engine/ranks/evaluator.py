@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +13,17 @@ from torch import Tensor
 from bilevel.engine.eager import EagerEvaluator
 from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
+from bilevel.engine.ranks.batches import on_ranks
 from bilevel.engine.ranks.check import RanksCheck
 from bilevel.engine.ranks.group import Ranks
 from bilevel.problem import Problem
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, buffers_copied, is_sharded
+
+_BROKEN_OFF = (
+    "The evaluation of a module that fully_shard has divided broke off, and the other ranks wait "
+    "for its messages: let this exception end the process, then they end as well."
+)
 
 
 class RanksEvaluator(EagerEvaluator):
@@ -26,9 +32,13 @@ class RanksEvaluator(EagerEvaluator):
     def __init__(
         self, problem: Problem, draw: Draw, execution: Execution, *, ranks: Ranks, defers: bool
     ) -> None:
+        self._failures: list[Exception] = []
+        draw = draw if ranks.size == 1 else on_ranks(draw, self._failures)
         super().__init__(problem, draw, execution, defers=defers)
         self._ranks = ranks
-        self._failures: list[Exception] = []
+
+    def use(self, draw: Draw) -> None:
+        super().use(draw if self._ranks.size == 1 else on_ranks(draw, self._failures))
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
         return self._evaluated(super().f, x, y, batch)
@@ -41,18 +51,28 @@ class RanksEvaluator(EagerEvaluator):
     ) -> Tensor:
         """An objective; where it raises, NaN, so that the check of the step raises on all ranks.
 
-        Otherwise the other ranks would wait for the messages of this one. Where modules send
-        messages of their own in their forward passes, nothing can take the place of these.
+        Otherwise the other ranks would wait for the messages of this one. The forward passes of
+        divided modules send messages of their own, and nothing can take the place of these: where
+        one of them breaks off, the ranks are out of step until this one ends.
         """
+        leaves = [*x.leaves, *y.leaves]
+        sharded = any(map(is_sharded, leaves))
+        no_value = len(self._failures)  # the batch that was to be drawn is not there
         try:
             with _own_buffers(x, y):
-                return objective(x, y, batch)
+                if no_value and not sharded:
+                    return _not_a_number(leaves)
+                value = objective(x, y, batch)
+                return value * math.nan if no_value else value
         except Exception as error:  # raised again by the check, once the other ranks know of it
-            leaves = [*x.leaves, *y.leaves]
-            if self._ranks.size == 1 or _synced(x, y) or any(map(is_sharded, leaves)):
+            if self._ranks.size == 1:
+                raise
+            if sharded:
+                self._failures.clear()
+                error.add_note(_BROKEN_OFF)
                 raise
             self._failures.append(error)
-            return math.nan * torch.stack([leaf.sum() for leaf in leaves]).sum()
+            return _not_a_number(leaves)
 
     def mean(self, value: Tensor) -> Tensor:
         return self._ranks.mean(value)
@@ -63,14 +83,40 @@ class RanksEvaluator(EagerEvaluator):
         return RanksCheck(k, self._ranks, self._failures, at_once=at_once, before=before)
 
 
-def _own_buffers(*variables: Variable) -> AbstractContextManager[None]:
+def _not_a_number(leaves: Sequence[Tensor]) -> Tensor:
+    """NaN, with gradients of NaN in all leaves."""
+    return math.nan * torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+@contextmanager
+def _own_buffers(*variables: Variable) -> Iterator[None]:
     """Around the evaluation of a term whose graph is kept while other terms are evaluated.
 
     ``DistributedDataParallel`` writes the first rank's buffers into those of the others before each
-    forward pass. A graph that holds them would then refuse to be differentiated (torch 2.11).
+    forward pass. A graph that holds them would then refuse to be differentiated (torch 2.11). And
+    where an objective raises before its forward pass, the other ranks would wait for that message.
+    So it is sent here, once for each evaluation.
     """
     synced = _synced(*variables)
-    return buffers_copied(*synced) if synced else nullcontext()
+    if not synced:
+        yield
+        return
+    wrappers = [wrapper for variable in synced for wrapper in variable.wrappers]
+    with buffers_copied(*synced):
+        for wrapper in wrappers:
+            # always: whether a wrapper would do it depends on its last pass, which may be missing
+            if wrapper.broadcast_buffers and wrapper.modules_buffers:
+                wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+            wrapper.will_sync_module_buffers = _never  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for wrapper in wrappers:
+                del wrapper.__dict__["will_sync_module_buffers"]
+
+
+def _never() -> bool:
+    return False
 
 
 def _synced(*variables: Variable) -> list[Variable]:

@@ -112,6 +112,8 @@ def bytes_of(tensor: Tensor) -> Any:
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` once it is whole and on the disk."""
+    if not path.name:
+        raise OutputError(f"the checkpoint {str(path)!r} could not be written: it is a folder")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         with open(part, "xb") as file:
@@ -175,6 +177,8 @@ def _check_sum(path: Path) -> None:
     """Raise unless the file ends with the checksum of the rest of it."""
     if path.is_dir():
         raise CheckpointError(path, "it is a folder, not a file")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for somebody to write
+        raise CheckpointError(path, "it is a pipe or a device, not a file")
     size = path.stat().st_size
     checksum = hashlib.sha256()
     with open(path, "rb") as file:

@@ -19,7 +19,7 @@ from bilevel.errors import (
     OutputError,
     warn,
 )
-from bilevel.errors.checks import check_count, checked_number
+from bilevel.errors.checks import check_count, checked_number, checked_path
 from bilevel.run.checkpoint.file import PART
 from bilevel.run.checkpoint.lock import locked
 from bilevel.run.checkpoint.shared import on_every_rank, read_any, remove, write_any
@@ -70,8 +70,7 @@ class Checkpoint:
     keep: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike):
-            raise ArgumentTypeError(f"folder must be a path, not {self.folder!r}")
+        checked_path("folder", self.folder)
         if self.every_steps is not None:
             check_count("every_steps", self.every_steps)
         if self.every_seconds is not None:

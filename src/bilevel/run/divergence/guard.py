@@ -18,7 +18,8 @@ from bilevel.run.divergence.diagnosis import (
 from bilevel.run.divergence.signs import BLOCK, Signs
 from bilevel.run.history import Recorder
 from bilevel.run.solver import Solver
-from bilevel.variables import Stateful, saved
+from bilevel.variables import Form, Stateful, form_of, saved
+from bilevel.variables.forms import flag, many, maybe, record, whole, word
 
 Reaction: TypeAlias = Literal["raise", "warn", "backtrack"]
 
@@ -195,6 +196,25 @@ class Guard:
             "since": [level.value for level in self._halved_since],
             "good": saved(self._good),
         }
+
+    def state_form(self) -> Form:
+        """What was seen, and a whole state of the run to go back to."""
+        signs = self._signs.state_form()
+        good = {
+            "solver": self._solver.state_form(),
+            "others": form_of(self._others),
+            "rows": whole(),
+            "signs": signs,
+        }
+        return record(
+            {
+                "signs": signs,
+                "diverged": flag,
+                "halved": whole(most=BACKTRACKS),
+                "since": many(word(*(level.value for level in Level))),
+                "good": maybe(record(good)),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bilevel.run.history import History
+from bilevel.variables import Form
+from bilevel.variables.forms import each, many, maybe, real, record, refuse, whole
 
 Series = npt.NDArray[Any]
 
@@ -185,6 +187,30 @@ class Signs:
             "probed_lower": self._lower_when_probed,
             "noticed": self._noticed,
         }
+
+    def state_form(self) -> Form:
+        """One level of each kind for each block that was inspected."""
+        level = many(real(0.0, nan=True, infinite=True))
+        declared = record(
+            {
+                "rows": whole(),
+                "ends": many(whole(1)),
+                "levels": record(dict.fromkeys((*LEVELS, "multiplier"), level)),
+                "lagging": maybe(each([whole(), real(0.0, infinite=True)])),
+                "probed_lower": real(0.0, nan=True, infinite=True),
+                "noticed": maybe(whole()),
+            }
+        )
+
+        def check(value: Any, path: str) -> None:
+            declared(value, path)
+            ends, levels = value["ends"], value["levels"]
+            if any(len(column) != len(ends) for column in levels.values()):
+                refuse(levels, f"{path}/levels", f"for each kind one level for each of {ends}")
+            if list(ends) != sorted(set(ends)) or value["rows"] < max(ends, default=0):
+                refuse(ends, f"{path}/ends", f"a list of rising numbers up to {value['rows']}")
+
+        return check
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
