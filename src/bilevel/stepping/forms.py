@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from bilevel.stepping.found import Numbers, Reference
+from bilevel.stepping.memory import Numbers, Reference
 from bilevel.stepping.policy import StepSizePolicy
 from bilevel.variables import Form, Variable, form_of
 from bilevel.variables.forms import (
@@ -27,10 +27,10 @@ from bilevel.variables.forms import (
     whole,
 )
 
-LEAST = {"last": -math.inf, "failed": -math.inf, "noisy": -1.0}
-"""The remembered numbers that may be negative: values of the merit, and by rounding a count."""
+LEAST = {"last": -math.inf, "failed": -math.inf, "noisy": -1.0, "brake": 1.0}
+"""The least values of those that are not positive: values of the merit, by rounding a count."""
 
-KNOWN = ("first", "uncertain", "promised", "noisy")
+KNOWN = ("first", "uncertain", "promised", "noisy", "brake")
 """The remembered numbers that are known from the start on; others are NaN until they are found."""
 
 
@@ -43,6 +43,7 @@ def policy_form(policy: StepSizePolicy, variables: Sequence[Variable]) -> Form:
         "found": _numbers_form(),
         "reference": maybe(_reference_form(mine, variables)),
         "curvatures": _curvatures_form(mine),
+        "rested": many(real()),
         "signal": real(0.0, nan=True, infinite=True),
     }
     declared = record({name: known.get(name, form_of(part)) for name, part in mine.items()})
@@ -78,6 +79,7 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         "direction": tensor((size,)),
         "places": each(places),
         "merits": many(real()),
+        "lower": many(real()),
         "steepness": real(0.0, nan=True, infinite=True),
         "curvatures": _curvatures_form(mine),
         "settled": flag,
