@@ -15,16 +15,19 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from bilevel.cleaning.learners import Learner
+from bilevel.cleaning.classifier import ClassifierLearner, log_probabilities
+from bilevel.cleaning.comparison import CLEANED
 from bilevel.cleaning.module import ModuleLearner
-from bilevel.cleaning.recipe import CleaningResult, clean
-from bilevel.cleaning.roles import Roles, assign_roles
+from bilevel.cleaning.noise import MISSING
+from bilevel.cleaning.recipe import POOLED, CleaningResult, clean
+from bilevel.cleaning.roles import Roles, assign_folds, assign_roles, trusted_mask
 from bilevel.cleaning.rows import FeatureRows, Scaler, linear
 from bilevel.cleaning.softmax import SoftmaxRegression
 from bilevel.cleaning.task import CleaningTask, SearchSettings
 from bilevel.cleaning.wording import listed
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, CleaningWarning
 from bilevel.errors.checks import check_count, check_flag, checked_number, checked_path
+from bilevel.errors.exceptions import warn
 from bilevel.errors.extras import needed
 
 if TYPE_CHECKING:
@@ -101,12 +104,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: Any = None,
         *,
         clean_fraction: float = 0.1,
         early_stopping: bool = True,
-        validation_fraction: float = 0.25,
-        max_steps: int = 40,
+        validation_fraction: float = 0.2,
+        max_steps: int = 15,
         patience: int = 4,
         batch_size: int = 250,
         standardize: bool = True,
@@ -131,93 +134,221 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X_clean: Any = None,
         y_clean: Any = None,
         trusted: Any = None,
+        pred_probs: Any = None,
     ) -> LabelCleaner:
         """Judge the labels y of the rows of X, and train the model.
 
         Args:
-            X: features, as NumPy, pandas, SciPy sparse or torch.
-            y: labels of any type.
+            X: features, as NumPy, pandas, SciPy sparse or torch; NaN where a number is missing.
+            y: labels of any type; or of shape (n, annotators), with None or NaN where an annotator
+                gave no label.
             X_clean, y_clean: samples whose labels are right, with the same features.
-            trusted: which rows of X have a right label: a mask, or their numbers.
+            trusted: which rows of X have a right label: a mask, or their numbers. With ``y_clean``,
+                one for each of these rows or for all rows of X, these are the right labels, and y
+                has those that were given before, which show directly how often labels are wrong.
+            pred_probs: the probability of each class for each row, by a model of your own that was
+                not trained on that row. X may then be None, and nothing can be predicted.
         """
         self._check_arguments()
         folder = None if self.checkpoint is None else checked_path("checkpoint", self.checkpoint)
         index = getattr(X, "index", None)
-        X, y = self._validated(X, y, reset=True)
-        if (X_clean is None) != (y_clean is None) or not (X_clean is None or trusted is None):
+        if (X_clean is not None and (y_clean is None or trusted is not None)) or (
+            y_clean is not None and X_clean is None and trusted is None
+        ):
             raise ArgumentError(
-                "give either X_clean and y_clean together, or trusted, or neither of them"
+                "give either X_clean and y_clean together, or trusted, or neither of them; y_clean "
+                "may go with trusted, too"
             )
+        votes = None
+        if len(np.shape(y)) == 2 and np.shape(y)[1] > 1:
+            y, votes = majority(y)
         rng = check_random_state(self.random_state)
-        self.classes_, codes = np.unique(y, return_inverse=True)
+        if pred_probs is None:
+            X, y = self._validated(X, y, reset=True)
+        else:
+            X, y = None, column_or_1d(y)
+            check_classification_targets(y)
+        self.classes_, codes = np.unique(
+            y if votes is None else votes[votes != None],  # noqa: E711
+            return_inverse=True,
+        )
         if len(self.classes_) < 2:
             raise ArgumentError(
                 f"y has one class only, {self.classes_[0]!r}; there is no other class that a label "
                 f"could be mistaken for"
             )
+        if votes is not None:
+            known = np.full(votes.shape, MISSING, dtype=np.int64)
+            known[votes != None] = codes  # noqa: E711
+            codes, votes = self._codes("y", y), known
+        count = len(y)
+        mask = None if trusted is None else trusted_mask(trusted, count)
+        old = None
         if X_clean is not None:
             features, labels = self._validated(X_clean, y_clean, reset=False)
             codes = np.concatenate([codes, self._codes("y_clean", labels)])
             X = _stacked(X, features)
-        held_fraction = self.validation_fraction if self.early_stopping else None
-        roles = assign_roles(
-            self.classes_, codes, len(y), trusted, self.clean_fraction, held_fraction, rng
-        )
+        elif y_clean is not None:
+            assert mask is not None
+            right = column_or_1d(np.asarray(y_clean))
+            if len(right) not in (count, int(mask.sum())):
+                raise ArgumentError(
+                    f"y_clean has {len(right)} labels, but trusted names {int(mask.sum())} rows of "
+                    f"{count}"
+                )
+            right = right[mask] if len(right) == count else right
+            old, codes = codes[mask], codes.copy()
+            codes[mask] = self._codes("y_clean", right)
+        logits = None
+        if pred_probs is not None:
+            logits = log_probabilities(pred_probs)
+            if logits.shape != (count, len(self.classes_)) or X_clean is not None:
+                raise ArgumentError(
+                    f"pred_probs must be of shape ({count}, {len(self.classes_)}), one row for each "
+                    f"label and one column for each class, not {logits.shape}; trusted rows are "
+                    f"among these, named by trusted"
+                )
+        roles = assign_roles(codes, count, mask, self.clean_fraction, rng)
+        folds = min(max(round(1 / self.validation_fraction), 2), len(roles.judged))
+        if roles.verified:
+            folds = min(folds, len(roles.trusted))
+        groups = [roles.judged, roles.trusted] if roles.verified else [roles.judged]
+        fold = assign_folds(codes, groups, folds, rng)
         seed = int(rng.randint(2**31 - 1))
-        self._scaler = Scaler(X, self.standardize, dense=self.model is not None)
-        rows = self._scaler.rows(X)
-        self._learner = self._make_learner(rows, seed)
+        rows = None
+        if X is not None:
+            own = self._is_module or self._is_classifier
+            standardize = self.standardize and not self._is_classifier
+            self._scaler = Scaler(X, standardize, dense=own and self._is_module, narrow=not own)
+            rows = self._scaler.rows(X)
+        given = codes[roles.judged][:, None] if votes is None else votes[roles.judged]
         task = CleaningTask(
             rows=rows,
             labels=torch.from_numpy(codes),
             train=torch.from_numpy(roles.train),
             trusted=torch.from_numpy(roles.trusted),
-            held=torch.from_numpy(roles.held),
             judged=torch.from_numpy(roles.judged),
+            fold=torch.from_numpy(fold),
+            folds=folds,
             verified=roles.verified,
+            votes=given,
+            old_labels=old,
+            predictions=logits,
         )
-        settings = SearchSettings(self.max_steps, self.patience, self.batch_size, seed, folder)
-        self._keep(clean(self._learner, task, settings), roles, codes[: len(y)])
+        settings = SearchSettings(
+            self.max_steps, self.patience, self.batch_size, seed, self.early_stopping, folder
+        )
+        self._learner = None if rows is None else self._make_learner(rows, seed)
+        searcher = None if self._is_classifier else self._learner
+        self._keep(clean(self._learner, searcher, task, settings), roles, codes[:count], old)
         self._index = index if _is_pandas_index(index) else None
+        self._warn(roles, codes)
         return self
 
-    def _keep(self, result: CleaningResult, roles: Roles, given: Array) -> None:
+    def _keep(self, result: CleaningResult, roles: Roles, given: Array, old: Any) -> None:
         """Set the attributes of a fitted estimator."""
-        self._model = self._learner.finished(result.model)
-        self._sharpness = result.sharpness
-        self._given = given
-        self._predicted = given.copy()
-        self._predicted[roles.judged] = result.probabilities.argmax(1).numpy()
+        verdict = result.verdict
+        self._models, self._pool = result.models, result.pool
+        if isinstance(self._learner, SoftmaxRegression):
+            parts = [self._learner.finished(y) for y in self._models]
+            self._model = {
+                name: sum(
+                    float(a) * part[name].double()
+                    for a, part in zip(result.pool.coefficients, parts, strict=True)
+                )
+                for name in ("weight", "bias")
+            }
+            self._model["bias"] = self._model["bias"] + torch.from_numpy(result.pool.bias)
         self.trusted_ = roles.mask
+        self._given, suggested = given.copy(), given.copy()
+        issue = np.zeros(len(given), dtype=bool)
         self.sample_weight_ = np.ones(len(given))
-        self.sample_weight_[roles.train] = result.weights.numpy()
         self.label_quality_ = np.ones(len(given))
-        self.label_quality_[roles.judged] = result.quality.numpy()
-        self.noise_matrix_ = result.transitions.numpy()
+        self.review_gain_ = np.zeros(len(given))
+        if old is not None:  # what was wrong is known
+            self._given[roles.mask] = old
+            issue[roles.mask] = old != given[roles.mask]
+            self.label_quality_[issue] = 0.0
+        self.sample_weight_[roles.train] = result.weights.numpy()
+        self.label_quality_[roles.judged] = verdict.quality
+        self.review_gain_[roles.judged] = verdict.gain
+        suggested[roles.judged], issue[roles.judged] = verdict.suggested, verdict.issue
+        self._suggested, self._issue = suggested, issue
+        self.threshold_ = verdict.threshold
+        self.wrong_share_ = verdict.wrong
+        self.wrong_share_interval_ = verdict.interval
+        self.noise_matrix_ = verdict.noise.transitions
+        self.feature_noise_ = verdict.noise.share
+        self.comparison_ = {name: vars(row) for name, row in result.compared.items()}
+        self.cleaning_helped_ = result.helped
         self.history_ = result.history
-        self.settings_ = {**result.settings, "standardized": self._scaler.scales}
+        self.settings_ = result.settings
+        if self._learner is not None:
+            self.settings_ = {**result.settings, "standardized": self._scaler.scales}
+
+    def _warn(self, roles: Roles, codes: Array) -> None:
+        """Say what went less well than one would expect."""
+        self.notices_: list[str] = []
+        if not roles.verified:
+            return
+        seen = np.unique(codes[roles.trusted])
+        absent = self.classes_[np.setdiff1d(np.arange(len(self.classes_)), seen)].tolist()
+        if absent:
+            self.notices_.append(
+                f"no trusted row has the label {listed(absent)}; what is said about "
+                f"{'it' if len(absent) == 1 else 'them'} rests on the labels as they were given"
+            )
+        shares = np.bincount(codes[roles.trusted]) / len(roles.trusted)
+        guessing = float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
+        if self._pool.loss >= guessing:
+            self.notices_.append(
+                f"nothing here predicts the trusted labels better than guessing: the loss is "
+                f"{self._pool.loss:.3f}, that of guessing {guessing:.3f}; do not rely on any verdict"
+            )
+        elif not self.cleaning_helped_ and CLEANED in self.comparison_:
+            best = min(
+                (name for name in self.comparison_ if name != POOLED),
+                key=lambda name: self.comparison_[name]["loss"],
+            )
+            self.notices_.append(
+                f"cleaning did not help: on trusted samples the model without suspect labels has "
+                f"the loss {self.comparison_[CLEANED]['loss']:.3f}, the model of {best} samples "
+                f"{self.comparison_[best]['loss']:.3f}; predictions come from all models together, "
+                f"with the loss {self._pool.loss:.3f}"
+            )
+        for notice in self.notices_:
+            warn(CleaningWarning(notice))
 
     def label_issues(self) -> pd.DataFrame:
         """The verdict on each row of X, in the order of X and with its index.
 
-        The columns are ``is_label_issue``, whether the label is more probably wrong than right;
-        ``label_quality``, the probability that the label is right; ``given_label``;
-        ``predicted_label``, by a model that was not trained on that row (for a trusted row, its own
-        label); and ``sample_weight``.
+        The columns are ``is_label_issue``, whether the label is worth a look, because its quality
+        is below ``threshold_``; ``label_quality``, the probability that the label is right;
+        ``given_label``; ``predicted_label``, a label that is better in expectation, where there is
+        one, and otherwise the given one, so that accepting all of them helps; ``sample_weight``;
+        and ``review_gain``, how many right labels are won by looking at this one.
         """
         check_is_fitted(self)
         with needed("clean", "pandas"):
             import pandas as pd
         return pd.DataFrame(
             {
-                "is_label_issue": self.label_quality_ < 0.5,
+                "is_label_issue": self._issue,
                 "label_quality": self.label_quality_,
                 "given_label": self.classes_[self._given],
-                "predicted_label": self.classes_[self._predicted],
+                "predicted_label": self.classes_[self._suggested],
                 "sample_weight": self.sample_weight_,
+                "review_gain": self.review_gain_,
             },
             index=self._index,
         )
+
+    def label_next(self, count: int = 20) -> Array:
+        """The numbers of the rows whose review would help most, the most helpful first."""
+        check_is_fitted(self)
+        check_count("count", count)
+        order: Array = np.argsort(-self.review_gain_, kind="stable")[:count]
+        return order
 
     def predict(self, X: Any) -> Array:
         """The most probable class of each row."""
@@ -226,29 +357,49 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return labels
 
     def predict_proba(self, X: Any) -> Array:
-        """The probability of each class, calibrated on held-back trusted samples."""
-        logits = self._logits(X)
-        probabilities: Array = (self._sharpness * logits).softmax(1).numpy()
+        """The probability of each class, calibrated on trusted samples."""
+        probabilities: Array = self._logits(X).softmax(1).numpy()
         return probabilities
 
     def _logits(self, X: Any) -> Tensor:
         check_is_fitted(self)
+        if self._learner is None:
+            raise ArgumentError(
+                "nothing can be predicted, because fit was given pred_probs and trained no model"
+            )
         X = self._validated(X, None, reset=False)[0]
-        if self.model is not None:
-            return self._learner.predict(self._model, self._scaler.rows(X)).double()
-        # In double precision the prediction for a row does not depend on the rows beside it.
-        weight, bias = self._model["weight"].double(), self._model["bias"].double()
-        return linear(self._scaler.rows(X, np.float64), weight, bias)
+        if isinstance(self._learner, SoftmaxRegression):
+            # In double precision the prediction for a row does not depend on the rows beside it.
+            rows = self._scaler.rows(X, np.float64)
+            return linear(rows, self._model["weight"], self._model["bias"])
+        rows = self._scaler.rows(X)
+        models = [self._learner.predict(y, rows).double().numpy() for y in self._models]
+        return torch.from_numpy(self._pool.logits(models))
 
-    def _make_learner(self, rows: FeatureRows, seed: int) -> Learner:
+    @property
+    def _is_module(self) -> bool:
+        return isinstance(self.model, nn.Module)
+
+    @property
+    def _is_classifier(self) -> bool:
+        return self.model is not None and not self._is_module
+
+    def _make_learner(self, rows: FeatureRows, seed: int) -> Any:
         classes = len(self.classes_)
         if self.model is None:
             return SoftmaxRegression(rows, classes)
+        if self._is_classifier:
+            return ClassifierLearner(self.model, classes)
         return ModuleLearner(self.model, classes, self.batch_size, seed)
 
     def _check_arguments(self) -> None:
-        if self.model is not None and not isinstance(self.model, nn.Module):
-            raise ArgumentTypeError(f"model must be an nn.Module or None, not {self.model!r}")
+        if self._is_classifier and not all(
+            hasattr(self.model, name) for name in ("fit", "predict_proba", "get_params")
+        ):
+            raise ArgumentTypeError(
+                f"model must be an nn.Module, a classifier of scikit-learn with predict_proba, or "
+                f"None, not {self.model!r}"
+            )
         for name in ("clean_fraction", "validation_fraction"):
             if checked_number(name, getattr(self, name), above=True) >= 1:
                 raise ArgumentError(f"{name} must be below 1, not {getattr(self, name)!r}")
@@ -265,7 +416,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         options: dict[str, Any] = {
             "accept_sparse": "csr",
             "dtype": [np.float64, np.float32],
-            "allow_nd": self.model is not None,
+            "allow_nd": self._is_module,
+            "ensure_all_finite": "allow-nan",
             "reset": reset,
         }
         if y is None and not reset:
@@ -288,7 +440,22 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        tags.input_tags.allow_nan = True
         return tags
+
+
+def majority(y: Any) -> tuple[Array, Array]:
+    """The most frequent label of each row, the first of several, and all labels or None."""
+    votes = np.asarray(y, dtype=object)
+    missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
+    votes = np.where(missing, None, votes)
+    if missing.all(1).any():
+        raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")
+    chosen = []
+    for row in votes:
+        labels = [label for label in row if label is not None]
+        chosen.append(max(labels, key=labels.count))
+    return np.array(chosen), votes
 
 
 def _stacked(X: Any, more: Any) -> Any:

@@ -71,9 +71,9 @@ class CleanedModel:
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"].double(),
-            bias=parts["bias"].double(),
-            sharpness=cleaner._sharpness,
+            weight=parts["weight"].float().double(),
+            bias=parts["bias"].float().double(),
+            sharpness=1.0,
         )
 
     def predict(self, samples: Any) -> Array:
