@@ -126,6 +126,28 @@ class CrossFits:
         whole = self._fit(everything, none, ridge, first)
         return CrossFit(NOISY, whole, ridge, judged, self._predict(whole, self._trusted_rows))
 
+    def cleaned_ridge(self, kept: Array, ridge: float, start: Any) -> float:
+        """The ridge with which the fit to what is kept does best on the first fold."""
+        part, checked = self._judged_fold == 0, self._trusted_fold == 0
+        held = part & (kept > 0)
+        if not held.any():
+            return ridge
+        rows = self._judged_rows.part(_places(held))
+        others = self._trusted_rows.part(_places(checked))
+        last = start
+
+        def scored(ridge: float) -> tuple[float, None]:
+            nonlocal last
+            last = self._fit(kept * ~part, ~checked * self._trust, ridge, last)
+            loss = _NOISY_WORTH * cross_entropy(self._predict(last, rows), self.given[held])
+            if self._task.verified:
+                z = self._predict(last, others)
+                loss += len(z) * fit_sharpness(z, self.right[checked])[1]
+            return loss, None
+
+        smallest, _, largest = self._learner.ridges
+        return best_ridge((smallest, ridge, largest), scored)[0]
+
     def together(
         self, name: str, kept: Array, kept_by_fold: list[Array], ridge: float, start: Any
     ) -> CrossFit:

@@ -109,7 +109,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         clean_fraction: float = 0.1,
         early_stopping: bool = True,
         validation_fraction: float = 0.2,
-        max_steps: int = 15,
+        max_steps: int = 10,
         patience: int = 4,
         batch_size: int = 250,
         standardize: bool = True,

@@ -176,7 +176,8 @@ def _verified(
         return passed
 
     kept = [passed(some) for some in firsts]
-    cleaned = fits.together(CLEANED, passed(whole), kept, 0.3 * noisy.ridge, noisy.model)
+    ridge = fits.cleaned_ridge(kept[0], noisy.ridge, noisy.model)
+    cleaned = fits.together(CLEANED, passed(whole), kept, ridge, noisy.model)
     pooled = [trusted, both, cleaned]
     pool = fit_pool([fit.trusted for fit in pooled], fits.right)
     compared = {fit.name: _compared(fit.trusted, fits.right) for fit in (noisy, *pooled)}
@@ -209,17 +210,21 @@ def _accuracy(logits: Array, labels: Array) -> float:
 
 
 def _helped(pooled: list[CrossFit], labels: Array) -> bool:
-    """Whether the cleaned fit, the last, is no worse than any other by more than two errors."""
-    losses = []
+    """Whether no fit is clearly better than the cleaned one, the last, in loss and accuracy."""
+    rows = np.arange(len(labels))
+    found = []
     for fit in pooled:
-        sharpness, _ = fit_sharpness(fit.trusted, labels)
-        log_p = log_softmax(sharpness * fit.trusted, 1)
-        losses.append(-log_p[np.arange(len(labels)), labels])
-    for other in losses[:-1]:
-        worse = losses[-1] - other
-        if worse.mean() > 2 * worse.std() / len(worse) ** 0.5:
-            return False
-    return True
+        log_p = log_softmax(fit_sharpness(fit.trusted, labels)[0] * fit.trusted, 1)
+        found.append((-log_p[rows, labels], (log_p.argmax(1) != labels).astype(float)))
+    return not any(
+        all(_clearly_positive(ours - theirs) for ours, theirs in zip(found[-1], other, strict=True))
+        for other in found[:-1]
+    )
+
+
+def _clearly_positive(differences: Array) -> bool:
+    """Whether the mean is above its 1.6 standard errors, which is so by chance in one of 20."""
+    return bool(differences.mean() > 1.6 * differences.std() / len(differences) ** 0.5)
 
 
 def _from_predictions(task: CleaningTask) -> CleaningResult:

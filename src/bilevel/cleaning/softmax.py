@@ -151,7 +151,7 @@ class SoftmaxRegression(Learner):
         y = start or self.start()
         flat = torch.cat([y["weight"].reshape(-1), y["bias"]]).double().numpy()
         iterations = self._iterations(len(kept))
-        options = {"maxiter": iterations, "gtol": _TOLERANCE, "ftol": 1e-6}
+        options = {"maxiter": iterations, "gtol": _TOLERANCE, "ftol": 1e-7}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         weight, bias = unpacked(found.x)
         return {"weight": weight.float(), "bias": bias.float()}
