@@ -9,7 +9,7 @@ held-back labels, though these are noisy, is worth as much as the loss on 50 tru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,11 @@ class CrossFits:
             trusted[checked] = self._predict(model, self._trusted_rows.part(_places(checked)))
         whole = self._fit(kept, np.ones(len(self.right)) * self._trust, ridge, start)
         return CrossFit(name, whole, ridge, judged, trusted)
+
+    def again(self, fit: CrossFit, kept: Array) -> CrossFit:
+        """The fit, with another choice of the judged samples that are kept."""
+        trusted = np.ones(len(self.right)) * self._trust
+        return replace(fit, model=self._fit(kept, trusted, fit.ridge, fit.model))
 
     @property
     def _trust(self) -> float:

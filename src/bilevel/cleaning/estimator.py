@@ -259,6 +259,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 for name in ("weight", "bias")
             }
             self._model["bias"] = self._model["bias"] + torch.from_numpy(result.pool.bias)
+            # As precise as it is saved, so that a model that was loaded predicts the same.
+            self._model = {name: part.float().double() for name, part in self._model.items()}
         self.trusted_ = roles.mask
         self._given, suggested = given.copy(), given.copy()
         issue = np.zeros(len(given), dtype=bool)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bilevel.cleaning.columns import ColumnChoices
 from bilevel.cleaning.encoding import fit
-from bilevel.cleaning.findings import LABELS, REPORT, Findings, Tell, clean
+from bilevel.cleaning.findings import CORRECTED, LABELS, REPORT, Findings, Tell, clean
 from bilevel.cleaning.reading import read
 from bilevel.cleaning.report import render
 from bilevel.data.output import written
@@ -16,12 +16,12 @@ __all__ = ["ColumnChoices", "clean_files", "write"]
 
 def clean_files(
     train: Path,
-    trusted: Path,
+    trusted: Path | None,
     *,
     label: str | None = None,
     id_column: str | None = None,
     choices: ColumnChoices | None = None,
-    threshold: float = 0.5,
+    threshold: float | None = None,
     seed: int = 0,
     checkpoint: Path | None = None,
     tell: Tell = lambda stage: None,
@@ -30,10 +30,10 @@ def clean_files(
 
     Args:
         train: a file or a folder, as for :func:`bilevel.cleaning.reading.read`.
-        trusted: a file or a folder of samples whose labels are right.
+        trusted: a file or a folder of samples whose labels are right; None: there are none.
         label, id_column: columns of both.
         choices: columns whose kind is given.
-        threshold: labels of a lower quality are suspect.
+        threshold: labels of a lower quality are suspect; None: it is chosen.
         seed: determines everything random.
         checkpoint: a folder, as for :class:`~bilevel.LabelCleaner`.
         tell: receives, in words, what is being done.
@@ -43,7 +43,7 @@ def clean_files(
     samples = read(train, label=label, id_column=id_column, text=[*choices.text, *choices.category])
     encoder = fit(samples, choices)
     # A column of text in the first set is text in the second, even if it looks like numbers there.
-    right = read(trusted, label=label, text=encoder.text)
+    right = None if trusted is None else read(trusted, label=label, text=encoder.text)
     return clean(
         samples, right, encoder, threshold=threshold, seed=seed, checkpoint=checkpoint, tell=tell
     )
@@ -51,8 +51,10 @@ def clean_files(
 
 def write(findings: Findings, folder: Path, *, overwrite: bool = False) -> None:
     """Write the labels, the model and the report to a folder; all files or none."""
-    table, page = findings.table(), render(findings)
+    table, page, corrected = findings.table(), render(findings), findings.corrected()
     with written(folder, overwrite) as part:
         table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
+        if corrected is not None:
+            corrected.to_csv(part / CORRECTED, index=False, lineterminator="\n", encoding="utf-8")
         findings.model().save(part)
         (part / REPORT).write_text(page, encoding="utf-8")

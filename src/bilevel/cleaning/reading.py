@@ -117,7 +117,7 @@ def from_frame(
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
     columns = {column: _numbers_or_text(others[column], name) for column in others.columns}
-    return TableSamples(name, pd.DataFrame(columns), labels, ids)
+    return TableSamples(name, pd.DataFrame(columns), labels, ids, original=frame, label=label)
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:

@@ -112,6 +112,8 @@ def clean(
             softmax(sharpness * noisy.trusted, 1),
         )
     verdict = judge(Evidence(p, frequency), checked, task, noise)
+    # With the final verdicts the cleaned model is fitted once more.
+    pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}
     if learned is not None and searcher is not None:
         chosen = {

@@ -74,13 +74,23 @@ class TableSamples(Samples):
 
     Args:
         frame: a table whose columns hold numbers (NaN where missing) or text.
+        original: the whole table, as it was read.
+        label: its column of labels.
     """
 
     def __init__(
-        self, name: str, frame: pd.DataFrame, labels: Labels | None, ids: Sequence[str] | None
+        self,
+        name: str,
+        frame: pd.DataFrame,
+        labels: Labels | None,
+        ids: Sequence[str] | None,
+        original: pd.DataFrame | None = None,
+        label: str | None = None,
     ) -> None:
         super().__init__(name, labels, ids)
         self.frame = frame
+        self.original = None if label is None else original
+        self.label = label
 
     def __len__(self) -> int:
         return len(self.frame)

@@ -71,8 +71,8 @@ class CleanedModel:
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"].float().double(),
-            bias=parts["bias"].float().double(),
+            weight=parts["weight"],
+            bias=parts["bias"],
             sharpness=1.0,
         )
 
