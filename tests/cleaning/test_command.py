@@ -253,7 +253,7 @@ def test_trusted_samples_are_optional(animals: Animals, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "without trusted samples" in result.output
     table = pd.read_csv(tmp_path / "out" / "labels.csv")
-    assert ((table["verdict"] == "suspect") == animals.bad).mean() > 0.8
+    assert ((table["verdict"] == "suspect") == animals.bad[:240]).mean() > 0.8
 
 
 def test_csv_as_people_write_it(animals: Animals, tmp_path: Path) -> None:

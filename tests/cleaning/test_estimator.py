@@ -102,9 +102,7 @@ def test_the_fits_are_compared_and_the_share_of_wrong_labels_has_an_interval(
     assert cleaner.notices_ == []
 
 
-def test_the_quality_is_the_share_of_right_labels(
-    insects: Insects, cleaner: LabelCleaner
-) -> None:
+def test_the_quality_is_the_share_of_right_labels(insects: Insects, cleaner: LabelCleaner) -> None:
     quality, right = cleaner.label_quality_, ~insects.bad[:400]
     for low, high in ((0, 0.5), (0.5, 1.01)):
         some = (quality >= low) & (quality < high)
@@ -141,9 +139,7 @@ def test_a_class_without_trusted_rows_is_named(insects: Insects) -> None:
     some = insects.y[400:] != "cat"
     cleaner = LabelCleaner(max_steps=2)
     with pytest.warns(CleaningWarning, match="no trusted row has the label 'cat'"):
-        cleaner.fit(
-            insects.X[:400], insects.y[:400], insects.X[400:][some], insects.y[400:][some]
-        )
+        cleaner.fit(insects.X[:400], insects.y[:400], insects.X[400:][some], insects.y[400:][some])
     assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.9
     assert cleaner.score(insects.X, insects.true) > 0.9
 
@@ -158,7 +154,9 @@ def test_what_predicts_nothing_is_said_loudly() -> None:
 
 def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     X = insects.X + 2 * np.eye(3, 4)[np.searchsorted(NAMES, insects.true)]
-    cleaner = LabelCleaner(max_steps=2).fit(X[:400], insects.true[:400], X[400:], insects.true[400:])
+    cleaner = LabelCleaner(max_steps=2).fit(
+        X[:400], insects.true[:400], X[400:], insects.true[400:]
+    )
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.01
     cleaner = LabelCleaner(max_steps=2).fit(X, insects.true)
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.03

@@ -87,9 +87,7 @@ def test_without_trusted_samples_the_surest_are_anchors() -> None:
 def test_the_threshold_has_the_highest_expected_f1() -> None:
     quality = RNG.random(50)
     wrong = 1 - quality
-    scores = [
-        2 * wrong[quality <= q].sum() / ((quality <= q).sum() + wrong.sum()) for q in quality
-    ]
+    scores = [2 * wrong[quality <= q].sum() / ((quality <= q).sum() + wrong.sum()) for q in quality]
     assert noise.threshold(quality) == pytest.approx(quality[int(np.argmax(scores))])
 
 

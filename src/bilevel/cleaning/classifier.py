@@ -44,7 +44,7 @@ class ClassifierLearner:
         """Fit a clone to the samples with a weight."""
         del ridge, held, start
         kept = weights.nonzero().squeeze(1)
-        if len(labels[kept].unique()) < 2:  # few classifiers can be fitted to one class
+        if len(set(labels[kept].tolist())) < 2:  # few classifiers can be fitted to one class
             return int(labels[kept][0])
         return clone(self.classifier).fit(_numbers(rows.part(kept)), labels[kept].numpy())
 

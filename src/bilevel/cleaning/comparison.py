@@ -63,7 +63,7 @@ class CrossFits:
     def trusted_only(self) -> tuple[CrossFit, list[Array]]:
         """The fit to trusted samples; also the logits of the judged samples by each fold."""
         learner, rows = self._learner, self._trusted_rows
-        expanded: Callable[[Any], Any] = lambda y: y
+        expanded: Callable[[Any], Any] = _unchanged
         small: Learner = learner
         if isinstance(learner, SoftmaxRegression) and len(rows) < learner.width:
             compressed = learner.compressed(rows)
@@ -156,9 +156,7 @@ class CrossFits:
         trusted = np.empty((len(self.right), self._learner.classes))
         for number in self._folds():
             part, checked = self._judged_fold == number, self._trusted_fold == number
-            model = self._fit(
-                kept_by_fold[number] * ~part, ~checked * self._trust, ridge, start
-            )
+            model = self._fit(kept_by_fold[number] * ~part, ~checked * self._trust, ridge, start)
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
             trusted[checked] = self._predict(model, self._trusted_rows.part(_places(checked)))
         whole = self._fit(kept, np.ones(len(self.right)) * self._trust, ridge, start)
@@ -232,6 +230,10 @@ def best_ridge(
                 moved = there != here and step > 1
                 here = there
     return first * _STEP**here, seen[here][1]
+
+
+def _unchanged(y: Any) -> Any:
+    return y
 
 
 def _places(mask: Any) -> Tensor:

@@ -204,9 +204,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             logits = log_probabilities(pred_probs)
             if logits.shape != (count, len(self.classes_)) or X_clean is not None:
                 raise ArgumentError(
-                    f"pred_probs must be of shape ({count}, {len(self.classes_)}), one row for each "
-                    f"label and one column for each class, not {logits.shape}; trusted rows are "
-                    f"among these, named by trusted"
+                    f"pred_probs must be of shape ({count}, {len(self.classes_)}), one row for "
+                    f"each label and one column for each class, not {logits.shape}; trusted rows "
+                    f"are among these, named by trusted"
                 )
         roles = assign_roles(codes, count, mask, self.clean_fraction, rng)
         folds = min(max(round(1 / self.validation_fraction), 2), len(roles.judged))
@@ -251,10 +251,10 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._models, self._pool = result.models, result.pool
         if isinstance(self._learner, SoftmaxRegression):
             parts = [self._learner.finished(y) for y in self._models]
-            self._model = {
-                name: sum(
-                    float(a) * part[name].double()
-                    for a, part in zip(result.pool.coefficients, parts, strict=True)
+            factors = torch.from_numpy(result.pool.coefficients)
+            self._model: dict[str, Tensor] = {
+                name: torch.tensordot(
+                    factors, torch.stack([part[name].double() for part in parts]), 1
                 )
                 for name in ("weight", "bias")
             }
@@ -305,7 +305,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self._pool.loss >= guessing:
             self.notices_.append(
                 f"nothing here predicts the trusted labels better than guessing: the loss is "
-                f"{self._pool.loss:.3f}, that of guessing {guessing:.3f}; do not rely on any verdict"
+                f"{self._pool.loss:.3f}, that of guessing {guessing:.3f}; rely on no verdict"
             )
         elif not self.cleaning_helped_ and CLEANED in self.comparison_:
             best = min(
@@ -450,7 +450,8 @@ def majority(y: Any) -> tuple[Array, Array]:
     """The most frequent label of each row, the first of several, and all labels or None."""
     votes = np.asarray(y, dtype=object)
     missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
-    votes = np.where(missing, None, votes)
+    votes = votes.copy()
+    votes[missing] = None
     if missing.all(1).any():
         raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")
     chosen = []

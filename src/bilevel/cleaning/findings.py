@@ -17,7 +17,7 @@ import pandas as pd
 from bilevel.cleaning.encoding import Encoder, fit
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.roles import FEWEST_TRUSTED
-from bilevel.cleaning.samples import Labels, Samples
+from bilevel.cleaning.samples import Labels, Samples, TableSamples
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS, CleanedModel
 from bilevel.cleaning.wording import listed, shortened
 from bilevel.errors import CleaningWarning, InputError
@@ -100,10 +100,9 @@ class Findings:
 
     def corrected(self) -> pd.DataFrame | None:
         """The table that was read, with suggested labels, if the samples are one."""
-        original = getattr(self.samples, "original", None)
-        if original is None:
+        if not isinstance(self.samples, TableSamples) or self.samples.original is None:
             return None
-        frame: pd.DataFrame = original.copy()
+        frame = self.samples.original.copy()
         frame[self.samples.label] = self.table()["suggested_label"].to_numpy()
         return frame
 

@@ -102,9 +102,7 @@ def fit_pool(models: list[Array], labels: Array) -> Pool:
         log_p = log_softmax(np.tensordot(a, Z, 1) + c, 1)
         slope = np.exp(log_p) - onehot
         prior = 0.5 * float(((a - equal) ** 2).sum() + (c**2).sum())
-        gradient = np.concatenate(
-            [(Z * slope).sum((1, 2)) + a - equal, (slope.sum(0) + c) * seen]
-        )
+        gradient = np.concatenate([(Z * slope).sum((1, 2)) + a - equal, (slope.sum(0) + c) * seen])
         return (prior - float((log_p * onehot).sum())) / count, gradient / count
 
     start = np.concatenate([equal, np.zeros(classes)])

@@ -95,6 +95,7 @@ def clean(
     ones[task.train] = 1.0
     learned = None
     if searcher is not None:
+        assert task.rows is not None
         start = searcher.lower_start(task.rows, task.labels, ones, None)
         learned = learn_weights(searcher, task, start, settings)
     noisy = fits.noisy_only()

@@ -169,7 +169,9 @@ class SoftmaxRegression(Learner):
         kept = values > 1e-7 * values[-1].clamp_min(1e-12)
         combination = (vectors[:, kept] / values[kept].sqrt()).float()
         reduced = DenseRows(gram.float() @ combination)
-        return Compressed(self, SoftmaxRegression(reduced, self.classes), reduced, combination, rows)
+        return Compressed(
+            self, SoftmaxRegression(reduced, self.classes), reduced, combination, rows
+        )
 
     def _iterations(self, samples: int) -> int:
         """Fewer iterations for more data, where later ones change no verdict."""

@@ -17,12 +17,12 @@ from bilevel.cleaning.noise import (
 )
 from bilevel.cleaning.task import CleaningTask
 
-_CAUTION = 2.0
-"""By which factor the odds of a suggestion must be better than even, in two ways.
+_ODDS, _EXCESS = 2.0, 3.0
+"""When a suggestion is made: how much better than even the odds must be, in two ways.
 
 How far a label depends on the class and how far on the features is not known from the labels alone.
-A suggestion is made if it is this much more probable than the given label by the noise model, and
-if samples like this one are given the label this much more often than it is right, which is so
+A suggestion is made if it is _ODDS times as probable as the given label by the noise model, and if
+samples like this one are given the label _EXCESS times as often as it is right, which is so
 whatever the noise is.
 """
 
@@ -100,7 +100,7 @@ def judge(
     best = posterior.argmax(1)
     odds = posterior[rows, best] / np.maximum(quality, 1e-12)
     excess = frequency[rows, given] / np.maximum(p[rows, given], 1e-12)
-    better = (odds > _CAUTION) & ((excess > _CAUTION) | measured)
+    better = (odds > _ODDS) & ((excess > _EXCESS) | measured)
     suggested = np.where(better, best, given)
     wrong = float((1 - quality).mean())
     low = high = wrong

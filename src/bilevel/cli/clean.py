@@ -70,9 +70,10 @@ def clean(
     """Find the wrong labels of a data set, with the help of a few samples labelled correctly.
 
     Writes labels.csv (every row with its weight, the quality of its label, a verdict and a
-    suggestion), corrected.csv (a table with all its columns, and with the labels suggested), model.safetensors and model.json (a model that did not learn the wrong labels) and
-    report.html (to look at in a browser). Whether a column holds numbers, categories or text is
-    inferred from its values; --text, --category and --ignore override that.
+    suggestion), corrected.csv (the table with the suggested labels), model.safetensors and
+    model.json (a model that did not learn the wrong labels) and report.html (to look at in a
+    browser). Whether a column holds numbers, categories or text is inferred from its values;
+    --text, --category and --ignore override that.
     """
     files = load_cleaning()
     folder.check(out, overwrite, inputs=[train] if trusted is None else [train, trusted])
