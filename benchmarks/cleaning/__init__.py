@@ -6,7 +6,7 @@ trusted, 50,000 for the test; with a module of one hidden layer). ``numpy.random
 chooses the samples. The noise is uniform over the other classes, or replaces a class by the next.
 
 Others have labels as people or rules gave them, read from ``--data-dir`` and left out where they
-are not there: Hausa titles (distant supervision, 200 trusted) and CIFAR-10N (features; 1,000 trusted);
+are not there: Hausa titles (distant supervision, 200 trusted), CIFAR-10N (features; 1,000 trusted)
 and 500 rows of a9a with 30 trusted. Beside them stand the plain fits of the same models: to the
 trusted samples, to the others, and to both; they have no verdict on labels but that of the first,
 which is the probability of the given label and whether it is the predicted one.

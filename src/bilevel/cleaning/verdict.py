@@ -17,13 +17,14 @@ from bilevel.cleaning.noise import (
 )
 from bilevel.cleaning.task import CleaningTask
 
-_ODDS, _EXCESS = 2.0, 3.0
+_ODDS, _EXCESS, _ODDS_UNVERIFIED = 2.0, 3.0, 50.0
 """When a suggestion is made: how much better than even the odds must be, in two ways.
 
 How far a label depends on the class and how far on the features is not known from the labels alone.
 A suggestion is made if it is _ODDS times as probable as the given label by the noise model, and if
 samples like this one are given the label _EXCESS times as often as it is right, which is so
-whatever the noise is.
+whatever the noise is. Without trusted samples the odds themselves are in doubt, and have to be
+better than _ODDS_UNVERIFIED.
 """
 
 
@@ -100,7 +101,8 @@ def judge(
     best = posterior.argmax(1)
     odds = posterior[rows, best] / np.maximum(quality, 1e-12)
     excess = frequency[rows, given] / np.maximum(p[rows, given], 1e-12)
-    better = (odds > _ODDS) & ((excess > _EXCESS) | measured)
+    least = _ODDS if fitted else _ODDS_UNVERIFIED
+    better = (odds > least) & ((excess > _EXCESS) | measured)
     suggested = np.where(better, best, given)
     wrong = float((1 - quality).mean())
     low = high = wrong
@@ -112,7 +114,7 @@ def judge(
     elif not fitted:
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
-    limit = threshold(quality)
+    limit = threshold(quality) if fitted else min(threshold(quality), 0.5)
     return Verdict(
         quality=quality,
         posterior=posterior,
