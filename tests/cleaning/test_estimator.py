@@ -141,7 +141,7 @@ def test_a_class_without_trusted_rows_is_named(insects: Insects) -> None:
     with pytest.warns(CleaningWarning, match="no trusted row has the label 'cat'"):
         cleaner.fit(insects.X[:400], insects.y[:400], insects.X[400:][some], insects.y[400:][some])
     assert roc_auc_score(~insects.bad[:400], cleaner.label_quality_) > 0.9
-    assert cleaner.score(insects.X, insects.true) > 0.9
+    assert cleaner.score(insects.X, insects.true) > 0.85
 
 
 def test_what_predicts_nothing_is_said_loudly() -> None:

@@ -44,27 +44,30 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         g(x, y) = 1/n sum_i x_i CE_i(y) + ridge ||y||^2,    f(x, y) = 1/m sum_j CE_j(y),
 
-    x_i in [0, 1]. The model's prediction for a sample, and the estimated frequency with which each
-    class was given each label, determine the probability that its label is right: its
-    ``label_quality``. Labels that are more probably wrong than right are issues, and the final
-    model is trained without them. Step sizes and ridge are chosen from the data and reported in
-    ``settings_``.
+    x_i in [0, 1]. These models, one fitted to the trusted samples and one to the others say which
+    labels are more probably wrong than right, and a cleaned model is trained without them. On
+    trusted samples that they were not fitted to, the fits to the trusted samples, to the others, to
+    both and the cleaned one are compared (``comparison_``) and pooled. The pool predicts; with an
+    estimate of how labels come about, by class and by features, it determines the probability that
+    a label is right: its ``label_quality``, by models that were not fitted to that label.
 
     The trusted samples are given to :meth:`fit`, either as separate samples (``X_clean``,
-    ``y_clean``) or as rows of X (``trusted``). Without them, a random part of the rows of each
-    class, ``clean_fraction``, is assumed to be right. That only finds labels that disagree with
-    the majority of similar samples: where most samples of one class have the label of another, that
-    label looks right. ``label_quality`` is then p / (p + the largest probability of another class),
-    with p the probability of the given label. Trusted samples are worth having.
+    ``y_clean``) or as rows of X (``trusted``); from about ten on they help, and a class may lack
+    them. A :class:`~bilevel.errors.CleaningWarning` says so if cleaning did not help. Without
+    trusted samples, only labels are found that disagree with those of similar samples: where most
+    samples of one class have the label of another, that label looks right. Then few suggestions are
+    made, and the weights are learned with a random part of the rows of each class,
+    ``clean_fraction``, in place of trusted ones.
 
     Args:
-        model: any ``nn.Module`` that maps rows of features to one number per class, in the order
+        model: a classifier of scikit-learn with ``predict_proba``, which is cloned (no weights are
+            learned then); or any ``nn.Module`` that maps rows of features to one number per class, in the order
             of ``classes_``; it is copied and never changed. It receives rows of X in their shape;
             sparse rows are made dense one minibatch at a time. None: softmax regression.
         clean_fraction: the part of the rows that is assumed to be right if none are trusted.
-        early_stopping: whether to stop where the loss on held-back trusted samples is lowest.
-            Without it, or with fewer than 10 samples to hold back, the weights take 10 steps.
-        validation_fraction: the part of the trusted samples that is held back.
+        early_stopping: whether to stop where the loss on held-back trusted samples is lowest, by
+            cross-validation. Without it the weights take 10 steps.
+        validation_fraction: the part of the samples in each fold of cross-validation.
         max_steps: the most steps of the weights.
         patience: the number of steps without a lower held-back loss after which to stop.
         batch_size: the number of samples in a minibatch.
@@ -80,7 +83,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: the labels, sorted.
         sample_weight_: the learned weight of each row of X, in [0, 1]; 1 for trusted rows.
         label_quality_: the probability that each label of X is right; 1 for trusted rows.
-        noise_matrix_: entry (k, j) is the probability that a sample of class k has the label j.
+        threshold_: labels of at most this quality are issues; it has the highest expected F1.
+        wrong_share_, wrong_share_interval_: the share of wrong labels, and an interval for it.
+        review_gain_: how many right labels are won by looking at each label.
+        noise_matrix_: entry (k, j) is the probability that a sample of class k has the label j, as
+            far as labels depend on the class.
+        feature_noise_: the share of labels that depend on the features alone.
+        comparison_: the loss and accuracy of each fit on trusted samples it was not fitted to.
+        notices_: sentences about what went less well than one would expect.
         history_: arrays with one entry per step: "upper" (the loss on trusted samples), "lower",
             "held_back" (the loss on held-back samples), "seconds" and others.
         settings_: the settings that were chosen.

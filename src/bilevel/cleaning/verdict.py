@@ -17,7 +17,7 @@ from bilevel.cleaning.noise import (
 )
 from bilevel.cleaning.task import CleaningTask
 
-_ODDS, _EXCESS, _ODDS_UNVERIFIED = 2.0, 3.0, 50.0
+_ODDS, _EXCESS, _ODDS_UNVERIFIED = 3.0, 4.0, 50.0
 """When a suggestion is made: how much better than even the odds must be, in two ways.
 
 How far a label depends on the class and how far on the features is not known from the labels alone.
