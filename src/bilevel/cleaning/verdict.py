@@ -28,6 +28,9 @@ better than _ODDS_UNVERIFIED.
 """
 
 
+_HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What was found about the labels of the judged samples.
@@ -114,7 +117,9 @@ def judge(
     elif not fitted:
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
-    limit = threshold(quality) if fitted else min(threshold(quality), 0.5)
+    limit = threshold(quality)
+    if not fitted or wrong < _HARDLY_ANY:  # what is rare or uncertain has to be probable, too
+        limit = min(limit, 0.5)
     return Verdict(
         quality=quality,
         posterior=posterior,
