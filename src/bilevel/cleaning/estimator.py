@@ -62,8 +62,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         model: a classifier of scikit-learn with ``predict_proba``, which is cloned (no weights are
             learned then); or any ``nn.Module`` that maps rows of features to one number per class,
-            in the order of ``classes_``; it is copied and never changed. It receives rows of X in their shape;
-            sparse rows are made dense one minibatch at a time. None: softmax regression.
+            in the order of ``classes_``; it is copied and never changed. It receives rows of X in
+            their shape; sparse rows are made dense one minibatch at a time. None: softmax
+            regression.
         clean_fraction: the part of the rows that is assumed to be right if none are trusted.
         early_stopping: whether to stop where the loss on held-back trusted samples is lowest, by
             cross-validation. Without it the weights take 10 steps.
