@@ -5,7 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint types quick whole recipes rates cleaning mixing clean
+# The tests start many processes, each of which would compile the library anew without these files.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-all lint types quick whole recipes audit rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -34,6 +37,13 @@ recipes: $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-recipes.txt
 	$(BIN)/pytest -n 2 tests/examples tests/mixing/test_huggingface.py
 
+# Known vulnerabilities of what is pinned; docs/dependencies.md says what to do without a connection.
+audit:
+	$(PYTHON) -m venv out/audit
+	out/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements.txt
+	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-recipes.txt
+
 # The figure and the table of the rates in README.md.
 rates: $(INSTALLED)
 	$(BIN)/bilevel reproduce rates --plot docs/rates.png --json docs/rates.json
@@ -51,6 +61,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q src
 	touch $@
 
 clean:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks import report
 from bilevel.cli.options import DataDir, JsonFile, Seed
-from bilevel.cli.output import console, make_parents, reports_errors, say, write_json
+from bilevel.cli.output import check_files, console, reports_errors, say, write_json
 from bilevel.experiments import Machine, torch_threads
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def measure(
         options: the keywords of the benchmark's ``run``.
     """
     benchmark: report.Benchmark = import_module(f"benchmarks.{module}")
-    make_parents(json_file)
+    check_files(json_file)
     with torch_threads(threads), Progress(console=console, transient=True) as progress:
         machine = Machine.here()
         rows = benchmark.run(track=progress.track, **options)
@@ -63,13 +63,33 @@ def _methods(
 
 @app.command("auto")
 def _auto(
-    seed: Seed = 0,
-    mnist: Annotated[bool, typer.Option(help="Also clean the labels of MNIST.")] = True,
+    family: Annotated[
+        list[str] | None, typer.Option(help="A family of problems; may be repeated.")
+    ] = None,
+    problem: Annotated[list[str] | None, typer.Option(help="A problem; may be repeated.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds, from 0.")] = 5,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="The number of processes, each with one thread.")
+    ] = 1,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="The --json file of an earlier run, whose settings are not searched again.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw performance profiles.")
+    ] = None,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
 ) -> None:
-    """F2SA with nothing set by hand against the best of a grid of settings."""
-    measure("auto", json_file, threads=1, seed=seed, mnist=mnist, data_dir=data_dir)
+    """F2SA with nothing set against the best of a search, on problems in families."""
+    chosen: dict[str, Any] = {"family": family or [], "problem": problem or [], "seeds": seeds}
+    files: dict[str, Any] = {"data_dir": data_dir, "tuned": tuned, "plot": plot}
+    measure("auto", json_file, threads=1, jobs=jobs, **chosen, **files)
 
 
 @app.command("table")

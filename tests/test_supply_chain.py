@@ -160,3 +160,13 @@ def test_every_pin_is_exact() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9A-Za-z.+]+", pin) for pin in pins), pins
     assert declared() <= {re.split("==", pin)[0].lower() for pin in pins}
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in ROOT.glob("requirements*.txt")))
+def test_what_is_pinned_is_audited(file: str) -> None:
+    audit = (ROOT / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
+    assert f"--requirement {file}" in audit
+    assert f"--lockfile {file}" in (ROOT / "docs" / "dependencies.md").read_text()
+    pins = [line for line in (ROOT / file).read_text().splitlines() if line[:1].isalnum()]
+    assert pins
+    assert all("==" in pin for pin in pins)

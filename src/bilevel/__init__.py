@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bilevel import errors, theory
+from bilevel import errors
 from bilevel.engine import LossScale
 from bilevel.engine import ranks as distributed
 from bilevel.methods import (
@@ -39,7 +39,7 @@ from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
 if TYPE_CHECKING:
-    from bilevel import cleaning, data, mixing, problems, testing
+    from bilevel import cleaning, data, mixing, problems, testing, theory
     from bilevel.cleaning import LabelCleaner
     from bilevel.mixing import DataMixer, Mixture
     from bilevel.problems import diagnostics
@@ -107,6 +107,7 @@ _LATER_MODULES = {
     "mixing": "bilevel.mixing",
     "problems": "bilevel.problems",
     "testing": "bilevel.testing",
+    "theory": "bilevel.theory",
 }
 _LATER_NAMES = {
     "DataMixer": "bilevel.mixing",

@@ -23,6 +23,7 @@ from bilevel.methods import Ability, Method, NoBilevel
 from bilevel.problem import Objective, Problem
 from bilevel.problem.sets import Ball, Box
 from bilevel.run import Solver
+from bilevel.variables import Table
 
 __all__ = ["CHECKS", "check_method"]
 
@@ -166,9 +167,13 @@ def _takes_any_structure(method: Method[Any]) -> None:
             lambda tensor: {"a": tensor[:1].clone(), "rest": (tensor[1:].clone(), None)},
         ),
         "module": (lambda module: module(), Holder),
+        "table": (lambda table: table[:], Table),
     }
     task = _Task()
     plain = _advanced(task.solver(method))
+    rates = getattr(method, "rates", None)
+    if rates is not None and rates.upper is None:
+        del guises["table"]  # refused: a minibatch moves other rows than the one before
     for name, (view, start) in guises.items():
         other = _advanced(task.solver(method, view=view, start=start))
         for found, known in ((view(other.x), plain.x), (view(other.y), plain.y)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +84,37 @@ def empty_folders(paths: Paths) -> None:
 def one_array(paths: Paths) -> None:
     np.save(paths["train"].with_suffix(".npy"), np.zeros(3))
     paths["train"].with_suffix(".npy").replace(paths["train"])
+
+
+def members(**files: bytes) -> Callable[[Paths], None]:
+    """An archive with these members."""
+
+    def spoil(paths: Paths) -> None:
+        with zipfile.ZipFile(paths["train"], "w") as archive:
+            for name, data in files.items():
+                archive.writestr(name.replace("_npy", ".npy"), data)
+
+    return spoil
+
+
+def array_header(*shape: int) -> bytes:
+    """The beginning of a file that claims to hold an array of that shape."""
+    file = io.BytesIO()
+    fields = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, fields)
+    return file.getvalue()
+
+
+def pipe(paths: Paths) -> None:
+    paths["train"].unlink()
+    os.mkfifo(paths["train"])
+
+
+def disguised(kind: str) -> Callable[[Paths], None]:
+    """An image of that kind under the name of a PNG."""
+    return lambda paths: Image.new("RGB", (8, 8)).save(
+        paths["train"] / "bee" / "other.png", format=kind
+    )
 
 
 def something_there(paths: Paths) -> None:
@@ -182,7 +216,44 @@ CASES: dict[str, Case] = {
         NPZ, arrays("trusted", X=lambda X: X[:, :2]), "of shape (2,), where (4,)", ()
     ),
     "objects": Case(NPZ, arrays("train", y=lambda y: y.astype(object)), "never loaded", ()),
+    "terabytes": Case(
+        NPZ,
+        members(X_npy=array_header(10**9, 500), y_npy=array_header(10**9)),
+        "train.npz: X claims to be of shape (1000000000, 500), which takes 4,000,000,000,000 bytes",
+        (),
+    ),
+    "members that are no arrays": Case(
+        NPZ, members(X=b"hello", y=b""), "train.npz: X is not an array", ()
+    ),
+    "a member whose header is wrong": Case(
+        NPZ,
+        members(X_npy=array_header(2, 2).replace(b"descr", b"what?"), y_npy=b""),
+        "cannot be read as NPZ",
+        (),
+    ),
+    "no features in an array": Case(
+        NPZ, arrays("train", X=lambda X: X[:, :0]), "X is of shape (240, 0)", ()
+    ),
+    "a label of many digits": Case(
+        CSV, put("train", "label", 3, "1" * 5000), "a label of 5,000 characters in row 3 of 'label'"
+    ),
+    "a pipe": Case(CSV, pipe, "train.csv is neither a file nor a folder"),
+    "no label among text": Case(
+        Animals.write_parquet,
+        lambda p: (
+            pd.read_parquet(p["train"])
+            .assign(label=lambda f: f["label"].where(f.index != 5, None))
+            .to_parquet(p["train"])
+        ),
+        "no label in 1 rows of 'label', first in row 5",
+    ),
     # images
+    **{
+        f"{kind} named png": Case(
+            IMAGES, disguised(kind), "other.png cannot be read as an image: it is not in", ()
+        )
+        for kind in ("EPS", "JPEG", "PPM", "ICO")
+    },
     "image unreadable": Case(
         IMAGES,
         lambda p: (p["train"] / "bee" / "bad.png").write_bytes(PNG),
@@ -277,6 +348,30 @@ CASES: dict[str, Case] = {
         CSV, text("train", lambda t: t.replace(",", ";")), "separated by ';', not by ','"
     ),
     # where results go
+    "output in the place of a file of results": Case(
+        CSV,
+        lambda p: (p["train"].parent / "out" / "model.json").mkdir(parents=True),
+        "model.json is a folder, where a file of that name is to be written",
+        ("--label", "label", "--overwrite"),
+    ),
+    "output beneath a file": Case(
+        CSV,
+        lambda p: 0,
+        "cannot be written",
+        ("--label", "label", "--out", "train.csv/out"),
+    ),
+    "output whose name is too long": Case(
+        CSV, lambda p: 0, "File name too long", ("--label", "label", "--out", "n" * 256)
+    ),
+    "figures in the place of a folder": Case(
+        CSV, lambda p: 0, "is a folder, not a file", ("--label", "label", "--json", ".")
+    ),
+    "checkpoints among the results": Case(
+        CSV,
+        lambda p: 0,
+        "out/saved lies in",
+        ("--label", "label", "--checkpoint", "out/saved"),
+    ),
     "output not empty": Case(
         CSV,
         something_there,
@@ -293,6 +388,10 @@ def animals() -> Animals:
     return Animals()
 
 
+def no_work(*args: Any, **options: Any) -> None:
+    raise AssertionError("it was not refused before the work")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_refused(
     animals: Animals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -302,6 +401,7 @@ def test_refused(
     paths = case.write(animals, tmp_path)
     case.spoil(paths)
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    monkeypatch.setattr("bilevel.cleaning.estimator.LabelCleaner.fit", no_work)
     result = runner.invoke(
         app,
         [

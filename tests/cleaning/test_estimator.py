@@ -403,6 +403,7 @@ def test_bad_arguments(insects: Insects, name: str, value: Any) -> None:
         LabelCleaner(**{name: value}).fit(insects.X, insects.y)
 
 
+@pytest.mark.slow
 def test_the_library_needs_neither_scikit_learn_nor_pandas() -> None:
     script = """
 import sys

@@ -27,6 +27,7 @@ from bilevel.cleaning.reading import from_frame
 from bilevel.cleaning.report.curves import curves
 from bilevel.cleaning.samples import ArraySamples
 from tests.cleaning.files import Animals
+from tests.marks import slow_except
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -68,11 +69,10 @@ def hostile() -> Findings:
     return clean(part("train"), part("trusted"))
 
 
-@pytest.fixture(scope="module")
-def many(pictures: Findings) -> Findings:
-    """50,000 rows with text."""
+def with_rows(count: int, pictures: Findings) -> Findings:
+    """Findings about rows with text, in 30 classes."""
     rng = np.random.default_rng(0)
-    count, classes = 50_000, 30
+    classes = 30
     words = np.array([f"word{i}" for i in range(500)])
     text = [" ".join(row) for row in words[rng.integers(500, size=(count, 40))]]
     frame = pd.DataFrame(
@@ -155,8 +155,8 @@ def test_large_images_are_made_small_and_have_a_budget(
     assert sorted(map(int, images)) == sorted(worst.tolist())
 
 
-def test_of_many_classes_the_most_confused_are_shown(many: Findings) -> None:
-    page = report.render(many)
+def test_of_many_classes_the_most_confused_are_shown(pictures: Findings) -> None:
+    page = report.render(with_rows(2_000, pictures))
     assert page.count('<th scope="row"') == report.CLASSES_SHOWN
     assert f"{30 - report.CLASSES_SHOWN} more are left out" in page
 
@@ -397,7 +397,8 @@ def test_markup_in_the_data_does_nothing(page: Page, hostile: Findings, tmp_path
 
 
 @pytest.mark.slow
-def test_fifty_thousand_rows(page: Page, many: Findings, tmp_path: Path) -> None:
+def test_fifty_thousand_rows(page: Page, pictures: Findings, tmp_path: Path) -> None:
+    many = with_rows(50_000, pictures)
     path = show(page, many, tmp_path)
     assert path.stat().st_size < 15_000_000
     count = int(many.suspect.sum())
@@ -435,7 +436,7 @@ def test_without_scripts_the_numbers_are_there(
     assert "Export" not in said
 
 
-@pytest.mark.parametrize("width", [390, 800, 1280])
+@pytest.mark.parametrize("width", slow_except(["390"], [390, 800, 1280]))
 def test_fits_the_window_and_every_control_has_a_name(
     page: Page, hostile: Findings, tmp_path: Path, width: int
 ) -> None:

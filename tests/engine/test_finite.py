@@ -19,10 +19,12 @@ from bilevel.variables import Variable
 from tests.errors.common import BREAKS, Switch, tensors_in
 
 METHODS = {
-    "f2sa": bilevel.F2SA(inner_steps=3),
-    "single pass": bilevel.F2SA(inner_steps=3, single_pass=True),
+    "f2sa": bilevel.F2SA(0.1, 0.1, inner_steps=3),
+    "single pass": bilevel.F2SA(0.1, 0.1, inner_steps=3, single_pass=True),
     "optimizer": bilevel.F2SA(
-        inner_steps=3, lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)
+        upper_lr=0.1,
+        inner_steps=3,
+        lower_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
     ),
 }
 

@@ -19,7 +19,14 @@ from torch.utils.data import Dataset
 
 import bilevel
 from bilevel import F2SA, F3SA
-from bilevel.errors import ArgumentError, BilevelError, DivergenceWarning, NonFiniteError
+from bilevel.errors import (
+    ArgumentError,
+    BilevelError,
+    DivergenceWarning,
+    FlatWarning,
+    NonFiniteError,
+    PrecisionWarning,
+)
 
 METHODS: list[Any] = [
     F2SA(lower_lr=0.1, upper_lr=0.1, inner_steps=2),
@@ -60,7 +67,8 @@ PROBLEM = bilevel.Problem(upper, lower)
 def outcome(x0: Any, y0: Any, **options: Any) -> bilevel.Result | BilevelError:
     """A run of a few steps: its result, or the library's error; nothing else may come of it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DivergenceWarning)
+        for kind in (DivergenceWarning, PrecisionWarning, FlatWarning):
+            warnings.simplefilter("ignore", kind)
         try:
             return bilevel.minimize(PROBLEM, x0, y0, **{"steps": 3, **options})
         except BilevelError as error:

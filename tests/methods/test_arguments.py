@@ -351,3 +351,12 @@ def test_a_method_of_the_users_own_decides_for_itself() -> None:
         Gentle(inner_steps=2)  # type: ignore[call-arg]
     with pytest.raises(ArgumentTypeError, match=r"lower_lr=1.*Own"):
         Own(lower_lr=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["lower_optimizer", "upper_optimizer"])
+def test_an_optimizer_in_place_of_a_factory_is_refused_in_a_few_words(name: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(50)]
+    given = torch.optim.Adam([{"params": [p]} for p in parameters])
+    with pytest.raises(ArgumentTypeError, match=f"{name} must be a function") as caught:
+        bilevel.F2SA(**{name: given})
+    assert len(str(caught.value)) < 200

@@ -328,7 +328,7 @@ def test_running_statistics_move_with_their_own_copys_inner_steps_only() -> None
         bilevel.Problem(upper, lower),
         torch.ones(1),
         model,
-        method=bilevel.F2SA(inner_steps=2),
+        method=bilevel.F2SA(lower_lr=0.01, upper_lr=0.01, inner_steps=2),
         upper_data=inputs,
         lower_data=inputs,
     )

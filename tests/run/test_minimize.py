@@ -199,6 +199,9 @@ def test_other_answers_of_the_callback_do_not_stop(returned: bool | None) -> Non
 def test_the_numbers_of_an_outcome_are_its_messages() -> None:
     assert {outcome.value for outcome in bilevel.Outcome} == {
         "all steps were taken",
+        "x came to rest within the tolerance",
+        "max_seconds were over",
+        "f ended clearly above its start or its best",
         "the callback asked to stop",
         "Ctrl-C or SIGTERM asked to stop",
         "an error ended the run",
@@ -261,7 +264,9 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b) or (a != a and b != b)  # NaN: not known yet
 
 
 @graphs
@@ -270,7 +275,7 @@ def same(a: Any, b: Any) -> bool:
     [
         *((method, False) for method in METHODS.values()),
         (bilevel.F2SA(), False),
-        (METHODS["f2sa"], True),
+        pytest.param(METHODS["f2sa"], True, marks=pytest.mark.slow),
     ],
     ids=[*METHODS, "auto", "compiled"],
 )
@@ -569,3 +574,25 @@ def test_a_solver_by_hand_is_the_same_run() -> None:
     assert solver.k == 5
     assert torch.equal(solver.x, result.x)
     assert torch.equal(solver.lower_solution(), result.y)
+
+
+def test_a_history_takes_no_more_room_than_the_steps_taken() -> None:
+    problem = bilevel.problems.Quadratic(seed=0)
+    result = bilevel.minimize(
+        problem, problem.x0, problem.y0, steps=10**15, callback=lambda solver, info: info.step == 4
+    )
+    assert result.steps == 5
+    assert len(result.history["upper"]) == 5
+
+
+def test_a_history_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = bilevel.problems.Quadratic(seed=0)
+    whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    monkeypatch.setattr("bilevel.run.history._FIRST_ROWS", 2)
+    grown = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    many = bilevel.minimize_many(
+        problem, problem.x0, problem.y0, methods=bilevel.F2SA(0.1, 0.1), steps=50, seeds=2
+    )
+    for name in set(whole.history) - {"seconds"}:
+        np.testing.assert_array_equal(grown.history[name], whole.history[name])
+        assert len(many[1].history[name]) == 50

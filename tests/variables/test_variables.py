@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bilevel
-from bilevel.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StateError
+from bilevel.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NonFiniteError,
+    StateError,
+    TiedWarning,
+)
 from bilevel.variables import Variable, buffers_kept, frozen, global_norm, require_finite
 
 
@@ -181,18 +187,72 @@ def test_a_frozen_parameter_given_as_a_tensor_is_a_copy_like_any_other(module_fi
     assert not module.weight.requires_grad
 
 
-def test_one_tensor_given_for_two_parts_is_two_variables() -> None:
+def test_one_tensor_given_for_two_parts_is_one_variable_after_a_warning() -> None:
     start = ones(2)
-    copied = Variable.copy_of([start, {"again": start}, ones(1)], "y")
-    assert copied.names == ["y[0]", "y[1]['again']", "y[2]"]
-    assert copied.value[0] is not copied.value[1]["again"]
-
-
-def test_one_parameter_given_for_two_parts_stays_one() -> None:
-    shared = nn.Parameter(ones(2))
-    copied = Variable.copy_of([shared, {"again": shared}, ones(1)], "y")
+    with pytest.warns(TiedWarning, match=r"y\[0\] and y\[1\]\['again'\] are one tensor"):
+        copied = Variable.copy_of([start, {"again": start}, ones(1)], "y")
     assert copied.names == ["y[0]", "y[2]"]
     assert copied.value[0] is copied.value[1]["again"]
+
+
+@pytest.mark.parametrize("shared", [nn.Parameter(ones(2)), ones(2).requires_grad_()])
+def test_one_parameter_given_for_two_parts_stays_one_in_copies_of_copies(shared: Tensor) -> None:
+    copied = Variable.copy_of([shared, {"again": shared}, ones(1)], "y")
+    for variable in (copied, copied.clone("z"), copied.clone().clone()):
+        assert variable.value[0] is variable.value[1]["again"]
+        assert len(variable.leaves) == 2
+    assert copied.names == ["y[0]", "y[2]"]
+    handed = copied.clone().detached()
+    assert handed[0] is handed[1]["again"]
+
+
+def test_a_tree_that_holds_itself_or_is_too_deep_is_refused() -> None:
+    cyclic: dict[str, Any] = {"w": ones(2), "parts": []}
+    cyclic["parts"].append(cyclic)
+    with pytest.raises(ArgumentError, match=r"y\['parts'\]\[0\] holds itself"):
+        Variable.copy_of(cyclic, "y")
+    deep: Any = ones(1)
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ArgumentError, match="levels deep"):
+        Variable.copy_of(deep, "y")
+    part = [ones(2)]
+    assert len(Variable.copy_of([part, {"again": [ones(1)]}], "y").leaves) == 2
+
+
+@pytest.mark.parametrize("method", sorted(set(bilevel.METHODS) - {"no-bilevel"}))
+@pytest.mark.parametrize("module", [False, True])
+def test_tied_leaves_are_one_variable_of_every_method(method: str, module: bool) -> None:
+    """The run is that of one tensor which the objectives use twice."""
+
+    def parts(y: Any) -> tuple[Tensor, Tensor]:
+        return (y.a, y.b) if module else (y["a"], y["b"])
+
+    def upper(x: Tensor, y: Any, batch: None) -> Tensor:
+        a, b = parts(y)
+        return 0.5 * (a - 1) ** 2 + 0.5 * b**2 + 0 * x
+
+    def lower(x: Tensor, y: Any, batch: None) -> Tensor:
+        a, b = parts(y)
+        return 0.5 * (a - x) ** 2 + 0.5 * (b - 2 * x) ** 2
+
+    p = nn.Parameter(torch.zeros(()))
+    start: Any = {"a": p, "b": p}
+    if module:
+        start = nn.Module()
+        start.a = start.b = p
+    result = bilevel.minimize(
+        bilevel.Problem(upper, lower), torch.zeros(()), start, method=method, steps=60
+    )
+    once = bilevel.Problem(
+        lambda x, y, batch: 0.5 * (y - 1) ** 2 + 0.5 * y**2 + 0 * x,
+        lambda x, y, batch: 0.5 * (y - x) ** 2 + 0.5 * (y - 2 * x) ** 2,
+    )
+    known = bilevel.minimize(once, torch.zeros(()), torch.zeros(()), method=method, steps=60)
+    torch.testing.assert_close(result.x, known.x, rtol=1e-3, atol=1e-4)
+    assert float(result.x) > 0
+    a, b = parts(result.y)
+    assert a is b
 
 
 def test_what_is_handed_out_shares_nothing_with_the_run() -> None:
@@ -230,8 +290,8 @@ def test_every_copy_of_a_module_has_its_own_buffers() -> None:
 @pytest.mark.parametrize(
     ("method", "evaluations_of_z"),
     [
-        (bilevel.F2SA(inner_steps=3), 3),
-        (bilevel.F2SA(inner_steps=3, single_pass=True), 3),
+        (bilevel.F2SA(0.01, 0.01, inner_steps=3), 3),
+        (bilevel.F2SA(0.01, 0.01, inner_steps=3, single_pass=True), 3),
         (bilevel.F3SA(momentum=0.5), 1),
     ],
     ids=["f2sa", "single pass", "f3sa"],

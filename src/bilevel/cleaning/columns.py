@@ -46,7 +46,7 @@ class ColumnChoices:
 
     def check(self, samples: TableSamples) -> None:
         """Refuse columns that do not exist or are named twice."""
-        unknown = [name for name in self.named if name not in samples.frame.columns]
+        unknown = [name for name in self.named if name not in samples.table]
         if unknown:
             raise InputError(
                 f"{samples.name} has no column {listed(unknown)} among its features, which are "
@@ -76,6 +76,10 @@ class Column(ABC):
     @abstractmethod
     def width(self) -> int:
         """The number of features."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise a ValueError unless the column, which comes from a file, can encode."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,14 @@ class NumberColumn(Column):
     def width(self) -> int:
         return 1
 
+    def check(self) -> None:
+        numbers = (self.mean, self.scale)
+        if (
+            not all(type(n) in (int, float) and abs(n) < LARGEST for n in numbers)
+            or self.scale <= 0
+        ):
+            raise ValueError(f"the column {self.name!r} has the mean and scale {numbers!r}")
+
 
 @dataclass(frozen=True)
 class CategoryColumn(Column):
@@ -153,6 +165,9 @@ class CategoryColumn(Column):
     @property
     def width(self) -> int:
         return len(self.values)
+
+    def check(self) -> None:
+        _check_names(self.name, self.values)
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,18 @@ class TextColumn(Column):
     @property
     def width(self) -> int:
         return len(self.vocabulary)
+
+    def check(self) -> None:
+        _check_names(self.name, self.vocabulary)
+        if self.idf.shape != (len(self.vocabulary),) or self.idf.dtype.kind != "f":
+            raise ValueError(f"the column {self.name!r} has not one idf for each word")
+
+
+def _check_names(column: str, names: Any) -> None:
+    """Raise a ValueError unless they are different pieces of text, of which there are some."""
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or not names or len(set(names)) < len(names):
+        raise ValueError(f"the column {column!r} has not a list of different texts")
 
 
 def fit_column(name: str, values: Array, source: str, choices: ColumnChoices) -> Column | None:

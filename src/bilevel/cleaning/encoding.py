@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,11 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, samples: Samples) -> Any:
         """The features, dense or sparse, with one row for each sample."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of features."""
 
     @abstractmethod
     def describe(self) -> Description:
@@ -140,12 +146,18 @@ class ArrayEncoder(Encoder):
             )
         return flat
 
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
     def describe(self) -> Description:
         return {"kind": self.kind, "shape": list(self.shape)}
 
     @classmethod
     def restored(cls, description: Description, tensors: Mapping[str, Array]) -> ArrayEncoder:
-        return cls(tuple(description["shape"]))
+        shape = tuple(description["shape"])
+        check_counts(shape)
+        return cls(shape)
 
 
 @dataclass(frozen=True)
@@ -179,12 +191,20 @@ class ImageEncoder(Encoder):
             pixels.append(np.asarray(image, dtype=np.uint8).reshape(-1))
         return np.stack(pixels).astype(np.float32) / 255
 
+    @property
+    def size(self) -> int:
+        return self.width * self.height * len(self.mode)  # "L" or "RGB"
+
     def describe(self) -> Description:
         return {"kind": self.kind, "width": self.width, "height": self.height, "mode": self.mode}
 
     @classmethod
     def restored(cls, description: Description, tensors: Mapping[str, Array]) -> ImageEncoder:
-        return cls(description["width"], description["height"], description["mode"])
+        found = cls(description["width"], description["height"], description["mode"])
+        check_counts((found.width, found.height))
+        if found.mode not in ("L", "RGB"):
+            raise ValueError(f"the mode of images must be 'L' or 'RGB', not {found.mode!r}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -203,7 +223,7 @@ class TableEncoder(Encoder):
         for name in samples.columns:
             if name in choices.ignore:
                 continue
-            values = samples.frame[name].to_numpy()
+            values = samples.table[name]
             why = None if name in choices.named else unhelpful(name, values)
             if why is not None:
                 notices.append(f"The column {name!r} was left out: {why}.")
@@ -220,16 +240,20 @@ class TableEncoder(Encoder):
     def encode(self, samples: Samples) -> Any:
         _check_kind(samples, TableSamples, "a table")
         assert isinstance(samples, TableSamples)
-        missing = [c.name for c in self.columns if c.name not in samples.frame.columns]
+        missing = [c.name for c in self.columns if c.name not in samples.table]
         if missing:
             raise InputError(
                 f"{samples.name} has no column {listed(missing)}, which the training samples have; "
                 f"its columns are {listed(samples.columns, 20)}"
             )
-        blocks = [c.encode(samples.frame[c.name].to_numpy(), samples.name) for c in self.columns]
+        blocks = [c.encode(samples.table[c.name], samples.name) for c in self.columns]
         if self._sparse:
             return sparse.hstack(blocks, format="csr")
         return np.hstack([b if isinstance(b, np.ndarray) else b.toarray() for b in blocks])
+
+    @property
+    def size(self) -> int:
+        return sum(column.width for column in self.columns)
 
     @property
     def _sparse(self) -> bool:
@@ -256,6 +280,7 @@ class TableEncoder(Encoder):
             else:
                 kinds = {c.kind: c for c in (NumberColumn, CategoryColumn)}
                 columns.append(kinds[kind](**fields))
+            columns[-1].check()
         return cls(columns)
 
     @property
@@ -271,6 +296,12 @@ class TableEncoder(Encoder):
     def shown(self, samples: Samples) -> list[str]:
         texts = [column.name for column in self.columns if isinstance(column, TextColumn)]
         return [*texts, *(name for name in samples.columns if name not in texts)]
+
+
+def check_counts(counts: Sequence[Any]) -> None:
+    """Raise a ValueError unless all are whole numbers of at least 1."""
+    if not counts or not all(type(count) is int and count >= 1 for count in counts):
+        raise ValueError(f"the size of a sample must be whole numbers, not {list(counts)!r}")
 
 
 def _check_kind(samples: Samples, kind: type[Samples], wanted: str) -> None:

@@ -171,7 +171,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "may go with trusted, too"
             )
         votes = None
-        if len(np.shape(y)) == 2 and np.shape(y)[1] > 1:
+        shape = np.asarray(y.detach().cpu() if isinstance(y, Tensor) else y).shape
+        if len(shape) == 2 and shape[1] > 1:
             y, votes = majority(y)
         rng = check_random_state(self.random_state)
         if pred_probs is None:

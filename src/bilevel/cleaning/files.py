@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
+
 from bilevel.cleaning.columns import ColumnChoices
 from bilevel.cleaning.encoding import fit
 from bilevel.cleaning.findings import CORRECTED, LABELS, REPORT, Findings, Tell, clean
 from bilevel.cleaning.reading import read
 from bilevel.cleaning.report import render
-from bilevel.data.output import written
+from bilevel.cleaning.saved import DESCRIPTION, TENSORS
+from bilevel.data.output import harmless, written
 
-__all__ = ["ColumnChoices", "clean_files", "write"]
+__all__ = ["FILES", "ColumnChoices", "clean_files", "write"]
+
+FILES = (LABELS, CORRECTED, TENSORS, DESCRIPTION, REPORT)
 
 
 def clean_files(
@@ -50,11 +55,25 @@ def clean_files(
 
 
 def write(findings: Findings, folder: Path, *, overwrite: bool = False) -> None:
-    """Write the labels, the model and the report to a folder; all files or none."""
+    """Write the labels, the model and the report to a folder; all files or none.
+
+    In the tables an apostrophe comes before text that a spreadsheet would take for a formula and
+    compute. Numbers, such as the class -1, stay as they are.
+    """
     table, page, corrected = findings.table(), render(findings), findings.corrected()
+    for written_table in (table, corrected):
+        if written_table is not None:
+            _disarm(written_table)
     with written(folder, overwrite) as part:
         table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
         if corrected is not None:
             corrected.to_csv(part / CORRECTED, index=False, lineterminator="\n", encoding="utf-8")
         findings.model().save(part)
         (part / REPORT).write_text(page, encoding="utf-8")
+
+
+def _disarm(table: pd.DataFrame) -> None:
+    """Put an apostrophe before text that a spreadsheet would compute, in place."""
+    for column in table.columns:
+        if not pd.api.types.is_numeric_dtype(table[column]):
+            table[column] = table[column].map(harmless)

@@ -102,7 +102,7 @@ class Findings:
         """The table that was read, with suggested labels, if the samples are one."""
         if not isinstance(self.samples, TableSamples) or self.samples.original is None:
             return None
-        frame = self.samples.original.copy()
+        frame: pd.DataFrame = self.samples.original.copy()
         frame[self.samples.label] = self.table()["suggested_label"].to_numpy()
         return frame
 

@@ -6,6 +6,9 @@ as they are written.
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Collection
@@ -16,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from bilevel.cleaning.samples import (
+    IMAGE_FORMATS,
     Array,
     ArraySamples,
     ImageSamples,
@@ -28,8 +32,8 @@ from bilevel.cleaning.wording import listed
 from bilevel.data.output import printable
 from bilevel.errors import InputError
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
-"""The endings of the names of image files."""
+LONGEST_LABEL = 1000
+"""The most characters of a label, which is a name."""
 
 
 def read(
@@ -70,6 +74,10 @@ def _read(
         return _read_images(path, labelled)
     if not path.exists():
         raise InputError(f"{printable(path)} does not exist")
+    if not path.is_file():
+        raise InputError(
+            f"{printable(path)} is neither a file nor a folder; save what it gives to a file"
+        )
     suffix = path.suffix.lower()
     if suffix == ".npz":
         if id_column is not None:
@@ -116,12 +124,14 @@ def from_frame(
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
-    columns = {column: _numbers_or_text(others[column], name) for column in others.columns}
-    return TableSamples(name, pd.DataFrame(columns), labels, ids, original=frame, label=label)
+    table = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
+    return TableSamples(name, table, labels, ids, original=frame, label=label)
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:
     """The values as float64 or as text; other types are refused."""
+    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iuf":  # the usual case
+        return series.to_numpy(dtype=np.float64)
     if isinstance(series.dtype, pd.CategoricalDtype):
         series = series.astype(object)
     if pd.api.types.is_bool_dtype(series.dtype):
@@ -155,9 +165,14 @@ def _labels(values: Array, name: str, where: str) -> Labels:
                 f"{name} has the label {value!r} in row {row} of {where!r}: a label is a class, "
                 f"not a quantity"
             )
-    return np.array(
-        [str(int(v)) if isinstance(v, float | np.floating) else str(v) for v in values], dtype=str
-    )
+    labels = [str(int(v)) if isinstance(v, float | np.floating) else str(v) for v in values]
+    row = max(range(len(labels)), key=lambda row: len(labels[row]))
+    if len(labels[row]) > LONGEST_LABEL:
+        raise InputError(
+            f"{name} has a label of {len(labels[row]):,} characters in row {row} of {where!r}, and "
+            f"{LONGEST_LABEL:,} at most are expected of the name of a class"
+        )
+    return np.array(labels, dtype=str)
 
 
 def _read_npz(path: Path, label: str, labelled: bool) -> ArraySamples:
@@ -172,10 +187,12 @@ def _read_npz(path: Path, label: str, labelled: bool) -> ArraySamples:
                     raise InputError(
                         f"{name} has no array {wanted!r}; it has {listed(arrays.files)}"
                     )
+                _check_member(name, arrays, wanted)
                 found[wanted] = arrays[wanted]
     except (
         *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error),
         *(NotImplementedError, RuntimeError),  # unknown compression, or encrypted
+        *(SyntaxError, TypeError, KeyError, MemoryError),  # of the header of an array
     ) as error:
         if isinstance(error, InputError):
             raise
@@ -187,10 +204,45 @@ def _read_npz(path: Path, label: str, labelled: bool) -> ArraySamples:
             f"{name}: X is an array of {X.dtype} of shape {X.shape}, where numbers of shape "
             f"(samples, features) or (samples, height, width) are expected"
         )
-    if not len(X):
-        raise InputError(f"{name} has no rows")
+    if not X.size:
+        raise InputError(f"{name}: X is of shape {X.shape}, and so holds no numbers")
     labels = _array_labels(found[label], len(X), name, label) if labelled else None
     return ArraySamples(name, X, labels)
+
+
+def _check_member(name: str, arrays: Any, wanted: str) -> None:
+    """Refuse a member that is no array, or that claims more numbers than it or the memory holds."""
+    member = wanted if wanted in arrays.zip.namelist() else f"{wanted}.npy"
+    info = arrays.zip.getinfo(member)
+    with arrays.zip.open(member) as file:
+        try:
+            version = np.lib.format.read_magic(file)
+        except ValueError as error:
+            raise InputError(f"{name}: {wanted} is not an array") from error
+        readers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        if version not in readers:  # those of the third have names of fields, and so no numbers
+            raise InputError(f"{name}: {wanted} is not an array of numbers or text")
+        shape, _, dtype = readers[version](file)
+        start = file.tell()
+    claimed = math.prod(shape) * dtype.itemsize
+    # pickled objects, which numpy then refuses to load, may be of any size
+    short = claimed > info.file_size - start and not dtype.hasobject
+    if short or info.file_size > _memory():
+        raise InputError(
+            f"{name}: {wanted} claims to be of shape {shape}, which takes {claimed:,} bytes; the "
+            f"file has {info.file_size:,} for it, and this machine {_memory():,} in all"
+        )
+
+
+def _memory() -> int:
+    """The bytes of memory of this machine; where that is not known, more than any has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return sys.maxsize
 
 
 def _array_labels(y: Array, count: int, name: str, label: str) -> Labels:
@@ -212,7 +264,7 @@ def _read_images(folder: Path, labelled: bool) -> ImageSamples:
     files = sorted(
         file
         for file in folder.rglob("*")
-        if file.suffix.lower() in IMAGES
+        if file.suffix.lower() in IMAGE_FORMATS
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )

@@ -230,6 +230,22 @@ class Scaler:
             state["columns"] = self._columns
         return state
 
+    def check(self, features: int) -> int:
+        """Raise a ValueError unless rows of so many features can be scaled; how many are left."""
+        for part in self._units or ():
+            if part.shape != (features,) or not np.isfinite(part).all():
+                raise ValueError(f"mean and scale must be {features} finite numbers each")
+        if self._units is not None and not (self._units[1] > 0).all():
+            raise ValueError("scale must be positive")
+        columns = self._columns
+        if columns is None:
+            return features
+        if columns.ndim != 1 or columns.dtype.kind not in "iu" or not len(columns):
+            raise ValueError(f"columns must be whole numbers, not {columns.dtype} {columns.shape}")
+        if columns.min() < 0 or columns.max() >= features:
+            raise ValueError(f"columns must be numbers of the {features} features")
+        return len(columns)
+
     @classmethod
     def restored(cls, state: Mapping[str, Array]) -> Scaler:
         """The scaler with this state, for a model that takes sparse rows."""

@@ -13,6 +13,7 @@ numbers are multiplied by ``weight``.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,21 @@ class CleanedModel:
             bias=parts["bias"],
             sharpness=1.0,
         )
+
+    def check(self) -> None:
+        """Raise a ValueError unless the parts fit each other."""
+        names = isinstance(self.classes, list) and all(isinstance(c, str) for c in self.classes)
+        if not names or len(set(self.classes)) != len(self.classes) or len(self.classes) < 2:
+            raise ValueError(f"classes must be two different names or more, not {self.classes!r}")
+        features = self.scaler.check(self.encoder.size)
+        shapes = tuple(self.weight.shape), tuple(self.bias.shape)
+        wanted = (features, len(self.classes)), (len(self.classes),)
+        if shapes != wanted:
+            raise ValueError(f"weight and bias are of the shapes {shapes}, where {wanted} is due")
+        if not all(bool(torch.isfinite(part).all()) for part in (self.weight, self.bias)):
+            raise ValueError("weight or bias holds a number that is not finite")
+        if not 0 < self.sharpness < math.inf:
+            raise ValueError(f"sharpness must be positive and finite, not {self.sharpness!r}")
 
     def predict(self, samples: Any) -> Array:
         """The most probable class of each sample.
@@ -144,7 +160,7 @@ def load_model(folder: str | Path) -> CleanedModel:
         raise InputError(f"{printable(folder)} has no model that can be read: {error}") from error
     description = read_description(folder / DESCRIPTION, "a label cleaner", FORMAT, VERSION)
     try:
-        return CleanedModel(
+        model = CleanedModel(
             classes=description["classes"],
             encoder=restored(description["features"], tensors),
             scaler=Scaler.restored(tensors),
@@ -152,5 +168,9 @@ def load_model(folder: str | Path) -> CleanedModel:
             bias=torch.from_numpy(tensors["bias"]).double(),
             sharpness=float(description["sharpness"]),
         )
-    except (KeyError, TypeError) as error:
-        raise InputError(f"the model in {printable(folder)} lacks {error}") from error
+        model.check()
+        return model
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"the model in {printable(folder)} lacks what it needs: {type(error).__name__}: {error}"
+        ) from error

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bilevel.cli.options import CheckpointFolder, JsonFile, Overwrite, Resume, Seed
-from bilevel.cli.output import make_parents, open_ledger, say_found, stages, write_json
+from bilevel.cli.output import check_files, open_ledger, say_found, stages, write_json
 from bilevel.data import output as folder
 from bilevel.errors.extras import needed
 
@@ -76,7 +76,9 @@ def clean(
     --text, --category and --ignore override that.
     """
     files = load_cleaning()
-    folder.check(out, overwrite, inputs=[train] if trusted is None else [train, trusted])
+    check_files(json_file)
+    inputs = [train] if trusted is None else [train, trusted]
+    folder.check(out, overwrite, inputs=inputs, apart=[checkpoint], files=files.FILES)
     columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
     ledger = open_ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)
     with stages() as tell:
@@ -92,7 +94,6 @@ def clean(
             tell=tell,
         )
         tell("writing")
-        make_parents(json_file)
         files.write(found, out, overwrite=overwrite)
     corrected = "" if found.corrected() is None else " corrected.csv,"
     names = f"labels.csv,{corrected} model.safetensors, model.json; to look at: report.html"

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from bilevel.cli.clean import load_cleaning
 from bilevel.cli.options import JsonFile, Seed
-from bilevel.cli.output import make_parents, say, stages, write_json
+from bilevel.cli.output import check_files, say, stages, write_json
 from bilevel.data import output as folder
 
 
@@ -26,8 +26,8 @@ def demo(
     files = load_cleaning()
     from bilevel.experiments import digits
 
-    make_parents(json_file)
-    folder.check(out, overwrite=True)
+    check_files(json_file)
+    folder.check(out, overwrite=True, files=files.FILES)
     say(
         "4,000 digits with 30% wrong labels, 500 trusted digits, 500 test digits.\n"
         "Learning one weight per digit, such that a model trained with these weights does well on "

@@ -9,7 +9,7 @@ import typer
 
 from bilevel import data
 from bilevel.cli.options import CheckpointFolder, DataDir, JsonFile, Overwrite, Resume, Seed
-from bilevel.cli.output import make_parents, open_ledger, say_found, stages, write_json
+from bilevel.cli.output import check_files, open_ledger, say_found, stages, write_json
 from bilevel.data import output as folder
 from bilevel.errors.extras import needed
 
@@ -59,17 +59,18 @@ def mix(
         raise typer.BadParameter(
             "brings its own texts; omit --source and --target", param_hint="--demo"
         )
+    check_files(json_file)
     if demo:
-        folder.check(out, overwrite)
+        folder.check(out, overwrite, apart=[checkpoint], files=files.FILES)
         work: Any = files.mix_texts
         sources, wanted = files.spoiled(data.shakespeare(data_dir=data_dir), seed)
     else:
         if target is None:
             raise typer.BadParameter("is needed unless --demo is given", param_hint="--target")
         sources, wanted = files.named_paths(given=source or []), target
-        folder.check(out, overwrite, inputs=[*sources.values(), target])
+        inputs = [*sources.values(), target]
+        folder.check(out, overwrite, inputs=inputs, apart=[checkpoint], files=files.FILES)
         work = files.mix_files
-    make_parents(json_file)
     ledger = open_ledger("mix", checkpoint, resume, seed=seed, sources=list(sources))
     with stages() as tell:
         found = work(

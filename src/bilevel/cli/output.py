@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bilevel import __version__
-from bilevel.errors import BilevelError
+from bilevel.data.output import check_file, printable
+from bilevel.errors import BilevelError, OutputError
 from bilevel.experiments import Ledger, torch_threads
 
 P = ParamSpec("P")
@@ -94,18 +95,21 @@ def open_ledger(command: str, folder: Path | None, resume: bool, **options: Any)
     return Ledger(folder=folder, options=options, resume=resume)
 
 
-def make_parents(*paths: Path | None) -> None:
-    """Make the folders of files to be written, so that failure comes before the work."""
+def check_files(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before the work is done."""
     for path in paths:
         if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise typer.BadParameter(f"cannot write {path}: {error}") from error
+            check_file(path)
 
 
 def write_json(path: Path | None, figures: Any) -> None:
     """Write the figures to the file of ``--json``, if it was given."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(figures, indent=2) + "\n")
-        console.print(f"figures: {path}", soft_wrap=True)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(path)} cannot be written: {error.strerror or error}"
+        ) from error
+    console.print(f"figures: {path}", soft_wrap=True)

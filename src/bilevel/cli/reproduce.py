@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from bilevel.cli.options import CheckpointFolder, DataDir, JsonFile, Resume, Seed
-from bilevel.cli.output import console, make_parents, open_ledger, parts_done, say, write_json
+from bilevel.cli.output import check_files, console, open_ledger, parts_done, say, write_json
 from bilevel.experiments import Machine, torch_threads
 from bilevel.experiments import cleaning as cleaning_experiment
 from bilevel.experiments import rates as rates_experiment
@@ -38,7 +38,7 @@ def rates(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the six rates of convergence of F2SA and F3SA on a quadratic."""
-    make_parents(json_file, plot)
+    check_files(json_file, plot)
     ledger = open_ledger("rates", checkpoint, resume, steps=steps, runs=runs, seed=seed)
     with parts_done(rates_experiment.CURVES) as done:
 
@@ -99,7 +99,7 @@ def cleaning(
         _tune(tune, seconds, checkpoint, resume, data_dir)
         return
     experiment = cleaning_experiment
-    make_parents(json_file, plot)
+    check_files(json_file, plot)
     chosen = experiment.Tuned.packaged() if settings is None else experiment.Tuned.load(settings)
     ledger = open_ledger("cleaning", checkpoint, resume, seconds=seconds, settings=chosen.to_json())
     with torch_threads(1), parts_done(experiment.PLACES * seeds) as done:
@@ -128,7 +128,7 @@ def _tune(
     file: Path, seconds: float, checkpoint: Path | None, resume: bool, data_dir: Path | None
 ) -> None:
     """Search for the settings of every method and write them to the file."""
-    make_parents(file)
+    check_files(file)
     ledger = open_ledger("tune", checkpoint, resume, seconds=seconds)
     with torch_threads(1), parts_done(cleaning_experiment.PLACES) as done:
         found = cleaning_experiment.tune(

@@ -4,48 +4,112 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bilevel.errors import InputError, OutputError
 
+STAGE = ".bilevel-"
+"""What the names of temporary folders begin with."""
 
-def check(folder: Path, overwrite: bool, inputs: Collection[Path] = ()) -> None:
+
+def check(
+    folder: Path,
+    overwrite: bool,
+    inputs: Collection[Path] = (),
+    apart: Collection[Path | None] = (),
+    files: Collection[str] = (),
+) -> None:
     """Refuse a folder that results cannot be written to; call this before the work is done.
+
+    Whether it can be written to is found out by writing: a folder is made there, and removed.
 
     Args:
         folder: where the results are to go.
         overwrite: whether the folder may already hold files.
         inputs: paths that are read; the results may not go into any of them.
+        apart: folders that the work itself fills; none of them may lie in ``folder``.
+        files: the names of the files that are to be written, as far as they are known.
 
     Raises:
         OutputError: the results cannot go there; the message says why.
     """
     name = printable(folder)
+    place = Path(os.path.realpath(folder))
     for given in inputs:
-        if os.path.isdir(given) and folder.resolve().is_relative_to(given.resolve()):
+        if os.path.isdir(given) and place.is_relative_to(given.resolve()):
             raise OutputError(f"{name} lies in {printable(given)}, which holds samples")
-    if folder.exists() and not folder.is_dir():
+    for other in apart:
+        if other is not None and other.resolve().is_relative_to(place):
+            raise OutputError(
+                f"{printable(other)} lies in {name}, which is for the results alone; name a folder "
+                f"beside it"
+            )
+    if os.path.lexists(place) and not place.is_dir():
         raise OutputError(f"{name} is a file, not a folder")
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise OutputError(
-            f"{name} is not empty; name another folder, or replace the results in it by "
-            f"--overwrite (overwrite=True)"
-        )
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"{name} cannot be created: {printable(there)} is not writable")
+    try:
+        if not overwrite and place.is_dir() and any(place.iterdir()):
+            raise OutputError(
+                f"{name} is not empty; name another folder, or replace the results in it by "
+                f"--overwrite (overwrite=True)"
+            )
+        _refuse_folders(place, files)
+        made = _make_folders(place)
+        try:
+            Path(tempfile.mkdtemp(prefix=STAGE, dir=place)).rmdir()
+        finally:
+            for created in made:
+                created.rmdir()
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{name} cannot be written to: {error.strerror or error}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work is done, and make its parents.
+
+    Raises:
+        OutputError: it cannot be written; the message says why.
+    """
+    name = printable(path)
+    if os.path.isdir(path):
+        raise OutputError(f"{name} is a folder, not a file; name a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        return  # a pipe or a device, which can be opened only once
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise OutputError(f"{name} cannot be written: {error.strerror or error}") from error
 
 
 def printable(path: Path | str) -> str:
     """A path as valid Unicode, with bytes that are not UTF-8 shown as escapes."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def harmless(value: Any) -> Any:
+    """A cell of a table as it can be opened in a spreadsheet, which would compute a formula.
+
+    Example:
+        >>> harmless("=SUM(1+1)"), harmless("+1+1"), harmless("-1"), harmless("cat")
+        ("'=SUM(1+1)", "'+1+1", '-1', 'cat')
+    """
+    if isinstance(value, str) and value.lstrip(" ").startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value if _NUMBER.fullmatch(value) else f"'{value}"
+    return value
 
 
 def read_description(path: Path, what: str, format: str, version: int) -> dict[str, Any]:
@@ -76,17 +140,17 @@ def read_description(path: Path, what: str, format: str, version: int) -> dict[s
 
 @contextmanager
 def written(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a temporary folder to write into, which becomes ``folder`` when the block ends.
+    """Give a temporary folder to write into, whose files are in ``folder`` when the block ends.
 
-    If the block fails, nothing of it is left. Where ``folder`` already holds files, only those of
-    the same names are replaced.
+    All of them are, or none. An existing folder stays the folder that it is, whether it is a link,
+    a mount point or the current folder, with its permissions and with files of other names.
 
     Raises:
         OutputError: ``folder`` is refused by :func:`check`, or a file cannot be written.
     """
     check(folder, overwrite)
     try:
-        with _moved_into_place(folder.absolute()) as part:
+        with _moved_into_place(Path(os.path.realpath(folder))) as part:
             yield part
     except OutputError:
         raise
@@ -96,35 +160,67 @@ def written(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def _moved_into_place(folder: Path) -> Iterator[Path]:
-    made = _make_parents(folder)
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    there = folder.is_dir()
+    made = _make_folders(folder if there else folder.parent)
+    part = Path(tempfile.mkdtemp(prefix=STAGE, dir=folder if there else folder.parent))
     try:
         yield part
         part.chmod(0o777 & ~_umask())
         for file in part.iterdir():
             file.chmod(0o666 & ~_umask())
-        if folder.is_dir() and any(folder.iterdir()):
-            for file in sorted(part.iterdir()):
-                file.replace(folder / file.name)
+        if there:
+            _refuse_folders(folder, [file.name for file in part.iterdir()])
+            _replace_files(part, folder)
         else:
-            if folder.is_dir():
-                folder.rmdir()
             part.replace(folder)
-            made.clear()
+        made.clear()
     finally:
         shutil.rmtree(part, ignore_errors=True)
-        for parent in made:
-            parent.rmdir()
+        for created in made:
+            created.rmdir()
 
 
-def _make_parents(folder: Path) -> list[Path]:
-    """Create the missing parents of ``folder``; returns those created, innermost first."""
+def _replace_files(part: Path, folder: Path) -> None:
+    """Move all files of ``part`` into ``folder``, or none of them."""
+    names = sorted(file.name for file in part.iterdir())
+    before = Path(tempfile.mkdtemp(prefix=STAGE, dir=folder))
+    try:
+        for name in names:
+            if os.path.lexists(folder / name):
+                (folder / name).rename(before / name)
+            (part / name).rename(folder / name)
+    except BaseException:  # an interrupt too
+        for name in names:
+            if os.path.lexists(before / name):
+                (before / name).replace(folder / name)
+            elif not os.path.lexists(part / name):
+                (folder / name).unlink()
+        raise
+    finally:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _refuse_folders(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (folder / name).is_dir():
+            raise OutputError(
+                f"{printable(folder / name)} is a folder, where a file of that name is to be "
+                f"written; remove it, or name another folder"
+            )
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Create ``folder`` and its parents where they are missing; those created, innermost first."""
     made: list[Path] = []
-    for parent in folder.parents:
-        if parent.exists():
-            break
-        made.append(parent)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for path in [*reversed(folder.parents), folder]:
+            if not path.exists():
+                path.mkdir()
+                made.insert(0, path)
+    except BaseException:
+        for path in made:
+            path.rmdir()
+        raise
     return made
 
 

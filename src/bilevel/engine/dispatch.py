@@ -40,6 +40,8 @@ def _why_not_compiled(
         return found
     if isinstance(evaluator, RanksEvaluator):
         return "it is for one process, and for modules that are not wrapped for several"
+    if evaluator.metric_names:
+        return "the objectives return metrics, which a compiled step would leave out"
     if execution.accumulate:
         return "accumulate takes the terms of Phi apart, which a compiled step takes together"
     if execution.loss_scale is not None:

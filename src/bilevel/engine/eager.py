@@ -13,11 +13,11 @@ from torch import Tensor
 from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.loss_scale import Scaling
-from bilevel.engine.report import Report
-from bilevel.errors import NonFiniteError
+from bilevel.engine.report import Report, rested
+from bilevel.errors import NonFiniteError, ObjectiveError
 from bilevel.methods import Descent, Evaluator, Info, Move, State
 from bilevel.methods.evaluator import Step
-from bilevel.problem import Evaluation, Level, Number, Phi, Problem, Term, scaled
+from bilevel.problem import Evaluation, Level, Metrics, Number, Phi, Problem, Term, scaled
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import GivenSizes, Update
 from bilevel.variables import (
@@ -61,10 +61,15 @@ class EagerEvaluator(Evaluator):
         draw: the samples.
         execution: how the terms of Phi are differentiated.
         defers: whether the method can leave a step before it is known to be finite.
+
+    Attributes:
+        metric_names: the names of the metrics that the objectives return beside the losses.
     """
 
     closed = False
     """Whether the next step runs compiled code alone, without random numbers and autograd."""
+
+    metric_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -83,13 +88,29 @@ class EagerEvaluator(Evaluator):
         self._pending: _Pending | None = None
         self._check = FiniteCheck(0, at_once=True)
         self._report: Report | None = None
+        self._metrics: dict[tuple[Level, int], Metrics] = {}
 
     # One outer step
 
     def outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
-        sizes = state.policy.at(self, state)
-        self.begin(state, measure=measure)
-        return step(self, state, sizes)
+        try:
+            sizes = state.policy.at(self, state)
+            self.begin(state, measure=measure)
+            return step(self, state, sizes)
+        except NonFiniteError:
+            return self.taken_back(state, measure=measure)
+
+    def taken_back(self, state: State, *, measure: bool) -> Info:
+        """The report of a step in which x and y went back to where all was well.
+
+        Called while a :class:`NonFiniteError` is handled, which goes on if there is no way back.
+        """
+        if not state.policy.take_back(state):
+            raise
+        clear_gradients(state)
+        info = rested(state, measure=measure)
+        state.k += 1
+        return info
 
     def begin(self, state: State, *, measure: bool) -> None:
         """Prepare the checks and the report of the state's next step."""
@@ -97,14 +118,14 @@ class EagerEvaluator(Evaluator):
         self._deferred = self._defers and can_defer(state)
         before = None if self._pending is None else self._pending.check
         self._check = self._new_check(state.k, at_once=at_once, before=before)
-        self._report = Report(self, state, self._check) if measure else None
+        self._report = Report(self, state, self._check, self._metrics) if measure else None
 
     def _new_check(self, k: int, *, at_once: bool, before: FiniteCheck | None) -> FiniteCheck:
         return FiniteCheck(k, at_once=at_once, before=before)
 
     def descend(self, descent: Descent) -> None:
         phi = descent.phi
-        if self._moves_one_by_one(phi):
+        if self._moves_one_by_one(phi) and descent.pace is None:
             samples = self.draw.inner(phi.stencil.nodes, phi.shared)
             self._accumulate(phi, samples, done=self._mover(descent, read=False))
             descent.recentre()
@@ -142,10 +163,17 @@ class EagerEvaluator(Evaluator):
         gain: Number = 1.0,
         also: Descent | None = None,
         averaged: bool = False,
+        phi: Phi | None = None,
     ) -> Info:
         x, check = state.x, self._check
         if not averaged:
             check.complete(x)
+        if state.policy.due:
+            check.gradients([(x, gain)], averaged=True)
+            check.read()
+            upper_lr = state.policy.judge(self, state, phi, float(gain))
+            if state.policy.returned:  # the gradients of the copies were taken elsewhere
+                also = None
         upper_lr = state.x_update.choose(upper_lr, gain)
         check.gradients([(x, upper_lr * gain)], averaged=True)
         info = Info(state.k, multiplier, lower_lr, upper_lr)
@@ -158,6 +186,8 @@ class EagerEvaluator(Evaluator):
         elif not self._deferred:
             check.read()
         state.x_update.apply(upper_lr, gain, bad=check.bad)
+        if state.policy.returned:
+            clear_gradients(state)
         self.settle(state)  # the step before: the device is past it
         if self._deferred:
             check.post()
@@ -186,10 +216,26 @@ class EagerEvaluator(Evaluator):
     # The parts that steps are made of
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self.problem.f(x, y, batch)
+        return self._with_metrics(self.problem.f, Level.UPPER, x, y, batch)
 
     def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self.problem.g(x, y, batch)
+        return self._with_metrics(self.problem.g, Level.LOWER, x, y, batch)
+
+    def _with_metrics(
+        self, objective: Callable[..., Tensor], level: Level, x: Variable, y: Variable, batch: Any
+    ) -> Tensor:
+        """An objective; its metrics are kept until it is evaluated at the same copy again."""
+        metrics: Metrics = {}
+        value = objective(x, y, batch, metrics)
+        if metrics or self.metric_names:
+            self._metrics[level, id(y)] = metrics
+            mine = [name for name in self.metric_names if name.startswith(level.value)]
+            if sorted(metrics) != sorted(mine):
+                raise ObjectiveError(
+                    f"{level.value}(x, y, batch) returned the metrics {sorted(metrics)}, but "
+                    f"{sorted(mine)} when the run began; return the same ones every time"
+                )
+        return value
 
     def mean(self, value: Tensor) -> Tensor:
         return value
@@ -365,10 +411,19 @@ class EagerEvaluator(Evaluator):
         self._check.gradients([(m.variable, m.length) for m in descent.moves])
         if read:
             self._check.read()
-        bad = self._check.bad
-        for m in descent.moves:
-            m.update.apply(m.rate, m.gain, bad=bad)
+        if descent.pace is not None:
+            descent.pace.move(descent.moves)
+        else:
+            bad = self._check.bad
+            for m in descent.moves:
+                m.update.apply(m.rate, m.gain, bad=bad)
         descent.recentre()
+
+
+def clear_gradients(state: State) -> None:
+    """Forget every gradient on the leaves of a run."""
+    for variable in state.variables():
+        variable.clear_grads()
 
 
 def seed(value: Tensor, weight: Number) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bilevel.engine.finite import FiniteCheck
 from bilevel.methods import Info, State
-from bilevel.problem import Level, Number, Objectives, Term
+from bilevel.problem import Level, Metrics, Number, Objectives, Term
 from bilevel.sampling import Sample
 from bilevel.variables import buffers_kept
 
@@ -35,6 +36,7 @@ def info_of(
     lower_lr: Number,
     upper_lr: Number,
     multiplier: Number,
+    metrics: Mapping[str, Tensor] | None = None,
 ) -> Info:
     """The report of the state's current step, from the values of the :func:`wanted` terms."""
     upper, lower, *penalised = (values[term.key] for term in wanted(state))
@@ -48,17 +50,43 @@ def info_of(
         lower=lower,
         gap=gap,
         direction_norm=direction_norm,
+        metrics=metrics or {},
     )
 
 
-class Report:
-    """Adds up what a step reports; what is evaluated only for the report must be finite too."""
+def rested(state: State, *, measure: bool) -> Info:
+    """The report of a step that was taken back: nothing was measured, and x did not move."""
+    sizes = state.policy.current
+    lower_lr = math.nan if sizes is None else sizes.lower
+    info = Info(state.k, state.multiplier, lower_lr, 0.0)
+    if not measure:
+        return info
+    unknown = torch.full((), math.nan, device=state.x.device)
+    return replace(info, upper=unknown, lower=unknown, gap=unknown, direction_norm=unknown)
 
-    def __init__(self, objectives: Objectives, state: State, check: FiniteCheck) -> None:
+
+class Report:
+    """Adds up what a step reports; what is evaluated only for the report must be finite too.
+
+    Args:
+        objectives: evaluates f and g.
+        state: the run.
+        check: the checks of the step.
+        metrics: for each objective and copy the metrics of its last evaluation.
+    """
+
+    def __init__(
+        self,
+        objectives: Objectives,
+        state: State,
+        check: FiniteCheck,
+        metrics: Mapping[Key, Metrics],
+    ) -> None:
         self._objectives = objectives
         self._state = state
         self._check = check
-        self._totals: dict[Key, Tensor] = {}
+        self._metrics = metrics
+        self._totals: dict[Key | str, Tensor] = {}
 
     def add(self, sample: Sample, known: Sequence[tuple[Term, Tensor]]) -> None:
         """One part of the samples; what is not among the ``known`` terms is evaluated."""
@@ -85,14 +113,22 @@ class Report:
             with torch.no_grad(), buffers_kept(x, term.y), torch.random.fork_rng(cuda):
                 value = share * objective(x, term.y, batch)
             self._check.numbers([term.name(x)], [value])
-            self._count(term, value)
+            self._count(term._replace(share=share), value)
 
     def _count(self, term: Term, value: Tensor) -> None:
-        before = self._totals.get(term.key)
-        self._totals[term.key] = value if before is None else before + value
+        self._add(term.key, value)
+        if term.y is self._state.solution:  # where upper and lower are reported
+            for name, metric in self._metrics.get(term.key, {}).items():
+                self._add(name, term.share * torch.as_tensor(metric).to(value))
+
+    def _add(self, key: Key | str, value: Tensor) -> None:
+        before = self._totals.get(key)
+        self._totals[key] = value if before is None else before + value
 
     def info(self, direction: list[Tensor], **sizes: Any) -> Info:
         """The report of the state's current step."""
-        means = self._check.means([*self._totals.values()])
+        means = dict(zip(self._totals, self._check.means([*self._totals.values()]), strict=True))
+        metrics = {key: mean for key, mean in means.items() if isinstance(key, str)}
+        values = {key: mean for key, mean in means.items() if not isinstance(key, str)}
         norm = self._check.norm(self._state.x, direction)
-        return info_of(self._state, dict(zip(self._totals, means, strict=True)), norm, **sizes)
+        return info_of(self._state, values, norm, metrics=metrics, **sizes)

@@ -156,24 +156,28 @@ class NonFiniteError(RunError, ArithmeticError):
         step: the outer step k in which it happened.
         quantity: what was not finite, such as ``"lower(x, z)"`` or ``"the gradient of y"``.
         diagnosis: which step size is the cause and what to use instead, if
-            :func:`bilevel.minimize` started the run; otherwise None.
+            :func:`bilevel.minimize` started the run and could tell; otherwise None.
+        advice: what helps in general, with the arguments that the run was given, if
+            :func:`bilevel.minimize` started it; otherwise None.
     """
 
     diagnosis: str | None = None
+    advice: str | None = None
 
     def __init__(self, step: int, quantity: str) -> None:
         self.step = step
         self.quantity = quantity
         super().__init__(
             f"{quantity} is not finite at step {step}; the last finite state is in this "
-            f"exception's 'state'. Usual causes: a step size too large for the curvature (a "
-            f"smaller lower_lr or upper_lr, or a larger multiplier, helps), or data or a function "
-            f"that is not finite there"
+            f"exception's 'state'. Usual causes: steps that are too long for the curvature, or "
+            f"data or a function that is not finite there"
         )
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if self.diagnosis is None else f"{message}. Here: {self.diagnosis}"
+        if self.diagnosis is not None:
+            return f"{message}. Here: {self.diagnosis}"
+        return message if self.advice is None else f"{message}. What helps: {self.advice}"
 
 
 class DivergenceError(RunError, ArithmeticError):
@@ -202,6 +206,14 @@ class ImpracticalDesignWarning(BilevelWarning):
     """A step-size design satisfies the theorem but cannot be run in practice."""
 
 
+class FlatWarning(BilevelWarning):
+    """Neither objective changes with x, so that x cannot move."""
+
+
+class TiedWarning(BilevelWarning):
+    """One tensor stands twice in a variable, where it is one variable; two may have been meant."""
+
+
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
 
@@ -212,6 +224,14 @@ class UnbatchedWarning(BilevelWarning):
 
 class DivergenceWarning(BilevelWarning):
     """A run seems to diverge; the message says what is wrong and what to change."""
+
+
+class PrecisionWarning(BilevelWarning):
+    """A run stalls because of rounding; the message says what to change."""
+
+
+class WorsenedWarning(BilevelWarning):
+    """A run ended with f clearly above its start or its best; the message says what to try."""
 
 
 class CheckpointWarning(BilevelWarning):

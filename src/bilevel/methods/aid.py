@@ -11,8 +11,7 @@ from torch import Tensor
 from bilevel.errors.checks import check_count, check_flag
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
-from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import ImplicitMethod, one_copy
+from bilevel.methods.implicit import ImplicitMethod, Point, one_copy
 from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import OneCopyState
 from bilevel.problem import LOWER, Objective, Problem
@@ -102,10 +101,8 @@ class AID(ImplicitMethod[AIDState]):
         adjoint = torch.zeros_like(flatten(y.leaves), requires_grad=False)
         return AIDState(**one_copy(self, problem, x, y), adjoint=adjoint)
 
-    def _adjoint(
-        self, evaluator: Evaluator, state: AIDState, f_y: Tensor, sizes: StepSizes
-    ) -> Tensor:
-        slope = self._slope(evaluator, state)
+    def _adjoint(self, point: Point, state: AIDState, f_y: Tensor, sizes: StepSizes) -> Tensor:
+        evaluator, slope = point.evaluator, point.next_slope()
 
         def product(v: Tensor) -> Tensor:
             image = slope.hessian_product(v)

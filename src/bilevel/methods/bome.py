@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from itertools import count
 from typing import Literal
 
@@ -17,11 +16,11 @@ from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.no_bilevel import train
 from bilevel.methods.penalty import COUPLINGS
-from bilevel.methods.reference import at, given, gradient_x, gradient_y
+from bilevel.methods.reference import given, gradient_x, gradient_y
 from bilevel.methods.state import Info, TwoCopyState
 from bilevel.problem import FORWARD, LOWER, Level, Objective, Phi, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
+from bilevel.stepping import Rate, StepSizes
 from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen
 
 
@@ -84,6 +83,7 @@ class BOME(DescentMethod[TwoCopyState]):
     eta: float = 0.5
     coupling: Literal["shared", "independent"] = "shared"
 
+    auxiliary_rate = "inner_lr"
     properties = Properties(
         order=1,
         gradients="f: 1, g: T + 2",
@@ -95,20 +95,10 @@ class BOME(DescentMethod[TwoCopyState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.alpha
         check_count("inner_steps", self.inner_steps)
         check_choice("barrier", self.barrier, ("gradient", "gap"))
         checked_number("eta", self.eta, above=True)
         check_choice("coupling", self.coupling, COUPLINGS)
-
-    @cached_property
-    def alpha(self) -> Schedule | None:
-        """The step of z as a function of k; None: as lower_lr."""
-        return None if self.inner_lr is None else as_schedule("inner_lr", self.inner_lr)
-
-    @property
-    def _needs_lower(self) -> bool:
-        return super()._needs_lower or (self.lower_optimizer is not None and self.alpha is None)
 
     def stiffness(self, lower: float, upper: float, multiplier: float) -> float:
         return lower + upper
@@ -119,10 +109,8 @@ class BOME(DescentMethod[TwoCopyState]):
     def step(self, evaluator: Evaluator, state: TwoCopyState, sizes: StepSizes) -> Info:
         x, y, z = state.x, state.y, state.z
         lower_lr = state.y_update.choose(sizes.lower)
-        alpha = sizes.lower
-        if self.alpha is not None:
-            alpha = positive_at("inner_lr", self.alpha, state.k)
         z.assign(y)
+        alpha = self.auxiliary_at(state.k, sizes.lower)
         train(evaluator, x, state.z_update, alpha, self.inner_steps)
 
         phi = Phi(FORWARD, x, [y, z], 1.0, self.coupling == "shared")
@@ -169,7 +157,7 @@ class BOME(DescentMethod[TwoCopyState]):
         """T steps of z from y, the multiplier from two gradients, one joint step."""
         for k in count():
             beta, _, eta_k, _ = given(self.rates.at(k, 0.0))
-            alpha, z = at(self.alpha, k, beta), y
+            alpha, z = self.auxiliary_at(k, beta), y
             for _ in range(self.inner_steps):
                 (sample,) = draw.inner(LOWER.nodes, False)
                 z = z - alpha * gradient_y(g, x, z, sample.lower)

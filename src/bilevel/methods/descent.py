@@ -10,21 +10,20 @@ from typing import Any, ClassVar
 from bilevel.errors import ArgumentError
 from bilevel.methods.base import Method, S
 from bilevel.methods.capabilities import Ability, Limit
-from bilevel.problem import Problem
+from bilevel.problem import Number, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import (
-    REFERENCE_INNER_STEPS,
-    AdaptiveUpdate,
     FoundRate,
+    FoundSizes,
     GivenSizes,
-    MeasuredSizes,
-    MeritCheck,
     OptimizerFactory,
     PenaltyRates,
     Rates,
     Schedule,
     StepSizePolicy,
     Update,
+    as_schedule,
+    positive_at,
     rate_or_optimizer,
 )
 from bilevel.variables import Variable
@@ -39,8 +38,8 @@ class DescentMethod(Method[S]):
     """A method with a step size for each level.
 
     Args:
-        lower_lr: the step of y. "auto": found, see :mod:`bilevel.stepping.policy`.
-        upper_lr: the step of x. "auto": found, see :mod:`bilevel.stepping.adaptive`.
+        lower_lr: the step of y. "auto": found, see :mod:`bilevel.stepping.found`.
+        upper_lr: the step of x. "auto": found and tested, see there.
         lower_optimizer: a factory ``params -> torch.optim.Optimizer``, or learning-rate scheduler
             of one, for y instead of plain steps; replaces lower_lr.
         upper_optimizer: the same for x; replaces upper_lr.
@@ -67,7 +66,7 @@ class DescentMethod(Method[S]):
             Ability.STACK,
             _finds_a_rate,
             "each run finds its rates for itself ('auto'); give numbers, such as the last in "
-            "history['lower_lr'] and history['upper_lr'] of one run",
+            "history['lower_lr'] and the last above 0 in history['upper_lr'] of one run",
         ),
         Limit(
             Ability.SHARDS,
@@ -77,13 +76,28 @@ class DescentMethod(Method[S]):
         ),
     )
 
+    auxiliary_rate: ClassVar[str] = ""
+    """The argument for one more rate of the lower level, which is lower_lr where it is None."""
+
     def __post_init__(self) -> None:
-        _ = self.rates  # a bad rate is refused at construction
+        _ = self.rates, self._auxiliary  # a bad rate is refused at construction
 
     @cached_property
     def rates(self) -> Rates:
         """The step sizes as functions of k."""
         return Rates(self._lower_schedule(), self._upper_schedule())
+
+    @cached_property
+    def _auxiliary(self) -> Schedule | None:
+        """The auxiliary rate as a function of k; None: as lower_lr."""
+        rate = getattr(self, self.auxiliary_rate) if self.auxiliary_rate else None
+        return None if rate is None else as_schedule(self.auxiliary_rate, rate)
+
+    def auxiliary_at(self, k: int, lower: Number) -> Number:
+        """The auxiliary rate at step k, at which that of y is ``lower``."""
+        if self._auxiliary is None:
+            return lower
+        return positive_at(self.auxiliary_rate, self._auxiliary, k)
 
     def _lower_schedule(self) -> Schedule | None:
         return rate_or_optimizer("lower_lr", self.lower_lr, "lower_optimizer", self.lower_optimizer)
@@ -98,17 +112,16 @@ class DescentMethod(Method[S]):
     @property
     def _needs_lower(self) -> bool:
         """Whether the lower step has to be found."""
-        return self.rates.lower is None
+        follows = bool(self.auxiliary_rate) and self._auxiliary is None
+        return self.rates.lower is None or (follows and self.lower_optimizer is not None)
 
     @property
     def _raises_multiplier(self) -> bool:
         """Whether the multiplier may be raised where it is found to be too small."""
         return False
 
-    @property
-    def _unit(self) -> int:
-        """How many outer steps do what ten inner steps do."""
-        return -(-REFERENCE_INNER_STEPS // getattr(self, "inner_steps", 1))
+    follows_path: ClassVar[bool] = False
+    """Whether lower steps may be longer or shorter than the rate says, and more than T."""
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         tables = [name for name, by_rows in zip(x.names, x.row_sparse, strict=True) if by_rows]
@@ -122,17 +135,18 @@ class DescentMethod(Method[S]):
 
     def x_update(self, problem: Problem, x: Variable) -> Update:
         """How x moves."""
-        projections = problem.x_projections(x)
-        if self.rates.upper is None:
-            return AdaptiveUpdate(x, projections, self._unit)
-        return Update(x, projections, self.upper_optimizer)
+        return Update(x, problem.x_projections(x), self.upper_optimizer)
 
     def carried(self, problem: Problem, x: Variable, y: Variable) -> dict[str, Any]:
         """The fields that every state starts with, for a run from x and y."""
-        x_update = self.x_update(problem, x)
-        policy = self._policy(problem, x, y, x_update)
         start = 0.0 if isinstance(self.rates, PenaltyRates) else math.nan
-        return {"x": x, "k": 0, "multiplier": start, "policy": policy, "x_update": x_update}
+        return {
+            "x": x,
+            "k": 0,
+            "multiplier": start,
+            "policy": self._policy(y),
+            "x_update": self.x_update(problem, x),
+        }
 
     def two_copies(
         self, problem: Problem, x: Variable, y: Variable, name: str, *, plain_z: bool = False
@@ -148,19 +162,14 @@ class DescentMethod(Method[S]):
             "z_update": Update(z, problem.y_projections(z), z_optimizer),
         }
 
-    def _policy(
-        self, problem: Problem, x: Variable, y: Variable, x_update: Update
-    ) -> StepSizePolicy:
-        adaptive = isinstance(x_update, AdaptiveUpdate)
-        if not (adaptive or self._needs_lower):
+    def _policy(self, y: Variable) -> StepSizePolicy:
+        if not (self._needs_lower or self.rates.upper is None):
             return GivenSizes(self.rates)
-        return MeasuredSizes(
+        return FoundSizes(
             self.rates,
             y,
             stiffness=self.stiffness if self._needs_lower else None,
             raises=self._raises_multiplier,
-            unit=self._unit,
-            merit=MeritCheck(x, y, x_update, problem)
-            if isinstance(x_update, AdaptiveUpdate)
-            else None,
+            inner_steps=getattr(self, "inner_steps", 1),
+            follows_path=self.follows_path and self.rates.lower is None,
         )

@@ -24,7 +24,7 @@ from torch import Tensor
 from bilevel.methods.state import Info, State
 from bilevel.problem import Evaluation, Number, Phi, Problem, Term
 from bilevel.sampling import Draw, Sample
-from bilevel.stepping import StepSizes, Update
+from bilevel.stepping import Pace, StepSizes, Update
 from bilevel.variables import Variable
 
 
@@ -56,11 +56,18 @@ class Descent:
         moves: the step of each copy that moves.
         centre: the update of a lower solution that is held apart from the copies; None: it is one
             of them.
+        pace: finds the steps from their own path; None: they have the lengths of ``moves``.
     """
 
     phi: Phi
     moves: Sequence[Move]
     centre: Update | None = None
+    pace: Pace | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether no further step is worth its cost."""
+        return self.pace is None or self.pace.done
 
     def spread(self) -> None:
         """Pass the gradient at the centre on to the copies that it is made of."""
@@ -122,16 +129,19 @@ class Evaluator(ABC):
         gain: Number = 1.0,
         also: Descent | None = None,
         averaged: bool = False,
+        phi: Phi | None = None,
     ) -> Info:
         """Move x, with ``gain`` times the direction on its leaves, and count the outer step.
 
         Args:
             state: the run.
-            upper_lr: the step of x, unless its update finds it.
+            upper_lr: the step of x, unless the policy or its update finds it.
             lower_lr, multiplier: what is reported.
             gain: a factor on the direction.
             also: copies that move together with x.
             averaged: whether the gradients on the leaves are means over the ranks already.
+            phi: the function whose x gradient the direction is, by which an "auto" step of x is
+                tested; None: f at the lower solution.
         """
 
     # The parts that other methods are made of

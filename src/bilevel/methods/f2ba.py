@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor
 
-from bilevel import theory
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods.capabilities import Ability, Limit, Properties
 from bilevel.methods.f2sa import F2SA
 from bilevel.problem import Problem
 from bilevel.stepping import Nesterov, NesterovUpdate, Update
 from bilevel.variables import Variable
+
+if TYPE_CHECKING:
+    from bilevel import theory
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from bilevel import theory
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice, check_count, check_flag
 from bilevel.methods.base import Iterates
@@ -24,6 +23,9 @@ from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil,
 from bilevel.sampling import Draw
 from bilevel.stepping import StepSizes, Update, updates_of_copies
 from bilevel.variables import Variable, frozen
+
+if TYPE_CHECKING:
+    from bilevel import theory
 
 SCHEMES = ("forward", "central", "midpoint")
 
@@ -76,9 +78,10 @@ class F2SA(PaperMethod[F2SAState]):
 
     Args:
         lower_lr: gamma_k, the step of z; it must stay below 2 / L_g, where L_g is the curvature of
-            g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.policy`.
-        upper_lr: s_k, the step of x. "auto": from the path of x, see
-            :mod:`bilevel.stepping.adaptive`; this keeps one more copy of y and two of x.
+            g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.found`;
+            without sampling the steps have momentum, and are up to 3 T.
+        upper_lr: s_k, the step of x. "auto": found, each step tested before it is kept, see there;
+            this holds a second copy of x and of each copy of y.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
             lower_lr="auto" a number is where it starts, and it is raised where f is too strong
             for it (not with coupling="independent").
@@ -108,7 +111,7 @@ class F2SA(PaperMethod[F2SAState]):
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
         >>> method = bilevel.F2SA(lower_lr=0.5, upper_lr=0.2, multiplier=50.0)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=100)
         >>> bool(problem.gradient(result.x).norm() < 0.1 * problem.gradient(problem.x0).norm())
         True
 
@@ -124,6 +127,7 @@ class F2SA(PaperMethod[F2SAState]):
     single_pass: bool = False
 
     algorithm = "f2sa"
+    follows_path = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
@@ -192,13 +196,16 @@ class F2SA(PaperMethod[F2SAState]):
         with frozen(state.x):
             for _ in range(self.inner_steps - self.single_pass):
                 evaluator.descend(descent)
+            while not descent.settled:
+                evaluator.descend(descent)
         remaining = evaluator.direction(phi, descent if self.single_pass else None)
         return evaluator.finish(
             state,
             upper_lr=sizes.upper,
-            lower_lr=gamma,
+            lower_lr=gamma if descent.pace is None else descent.pace.rate,
             multiplier=sizes.multiplier,
             also=remaining,
+            phi=phi,
         )
 
     def _descent(self, phi: Phi, state: F2SAState, gamma: Any, beta: Any) -> Descent:
@@ -209,7 +216,7 @@ class F2SA(PaperMethod[F2SAState]):
             for copy, update, weight in zip(phi.points, state.y_updates, weights, strict=False)
         ]
         centre = state.y_updates[copies] if len(state.points) > copies else None
-        return Descent(phi, moves, centre)
+        return Descent(phi, moves, centre, state.policy.pace)
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """Algorithm 1; for the other schemes copy i follows argmin_y g + (j_i / lam) f."""

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bilevel import theory
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice
 from bilevel.methods.base import Iterates
@@ -32,6 +31,9 @@ from bilevel.stepping import (
     updates_of_copies,
 )
 from bilevel.variables import Variable, add_gradients, buffers_kept, frozen, stored_values, to_dense
+
+if TYPE_CHECKING:
+    from bilevel import theory
 
 DEFAULT_MOMENTUM = Power(1.0, offset=1.0, exponent=-0.8)
 """eta_k = (k + 1)^(-4/5), the paper's for noise in both levels."""
@@ -99,7 +101,7 @@ class F3SA(PaperMethod[F3SAState]):
         >>> import torch, bilevel
         >>> problem = bilevel.problems.Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
         >>> method = bilevel.F3SA(lower_lr=0.5, upper_lr=0.02, momentum=0.1)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=500,
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300,
         ...     upper_data=problem.upper_noise, lower_data=problem.lower_noise)
         >>> bool(problem.gradient(result.x).norm() < 0.2 * problem.gradient(problem.x0).norm())
         True

@@ -15,9 +15,9 @@ but the direction is right only where y*(x) lies in its interior.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,58 @@ class Slope:
         pull_back([self.vector], [v], *variables, user=self.user)
 
 
+@dataclass(frozen=True)
+class Point:
+    """A point at which f and g are differentiated, on any sample in parts that add up.
+
+    Attributes:
+        evaluator: what evaluates them.
+        x, y: the point.
+        user: what needs second derivatives, for messages.
+        check: that of :meth:`Slope.of`, needed once in a run.
+        report: whether the evaluator reports the values; only those of the present point.
+    """
+
+    evaluator: Evaluator
+    x: Variable
+    y: Variable
+    user: str
+    check: bool = False
+    report: bool = True
+
+    def leave_upper_gradient(self, parts: Iterable[Sample]) -> Tensor:
+        """Leave grad_x f on x, and return grad_y f."""
+        evaluator, x, y, term = self.evaluator, self.x, self.y, Term(Level.UPPER, self.y)
+        for part in parts:
+            value = part.upper_share * evaluator.f(x, y, part.upper)
+            evaluator.require_finite([term.name(x)], [value])
+            if value.requires_grad:
+                value.backward(inputs=[*x.leaves, *y.leaves])  # type: ignore[no-untyped-call]
+            if self.report:
+                part = replace(part, lower=None, lower_share=0.0)
+                evaluator.report(part, [(term, value.detach())])
+        f_y = y.take_grads()
+        evaluator.require_finite(y.gradient_names, to_dense(f_y))
+        return flatten(f_y)
+
+    def lower_slopes(self, parts: Iterable[Sample]) -> Iterator[Slope]:
+        """The slope of g."""
+        evaluator, x, y, term = self.evaluator, self.x, self.y, Term(Level.LOWER, self.y)
+        for part in parts:
+            value = part.lower_share * evaluator.g(x, y, part.lower)
+            evaluator.require_finite([term.name(x)], [value])
+            slope = Slope.of(value, y.leaves, self.user, check=self.check)
+            if self.report:
+                part = replace(part, upper=None, upper_share=0.0)
+                evaluator.report(part, [(term, value.detach())])
+            yield slope
+
+    def next_slope(self) -> Slope:
+        """The slope of g on the next minibatch, which is not reported."""
+        sample = Sample(None, self.evaluator.draw.lower.next())
+        return next(replace(self, report=False).lower_slopes([sample]))
+
+
 def pull_back(
     values: Sequence[Tensor], weights: Sequence[Tensor], *variables: Variable, user: str
 ) -> None:
@@ -139,65 +191,28 @@ class ImplicitMethod(DescentMethod[S]):
         check_count("inner_steps", self.inner_steps)
 
     @abstractmethod
-    def _adjoint(self, evaluator: Evaluator, state: S, f_y: Tensor, sizes: StepSizes) -> Tensor:
+    def _adjoint(self, point: Point, state: S, f_y: Tensor, sizes: StepSizes) -> Tensor:
         """V with grad^2_yy g v = grad_y f, as well as the method knows it."""
 
     def step(self, evaluator: Evaluator, state: S, sizes: StepSizes) -> Info:
-        x, y, user = state.x, state.y, type(self).__name__
+        x, y, draw = state.x, state.y, evaluator.draw
         gamma = state.y_update.choose(sizes.lower)
         train(evaluator, x, state.y_update, gamma, self.inner_steps)
+        point = Point(evaluator, x, y, type(self).__name__, check=state.k == 0)
         with buffers_kept(x, y):
-            f_y = leave_upper_gradient(evaluator, state)
+            f_y = point.leave_upper_gradient(draw.parts(upper=True))
             with frozen(x):
-                adjoint = self._adjoint(evaluator, state, f_y, sizes)
+                adjoint = self._adjoint(point, state, f_y, sizes)
                 evaluator.require_finite(["the adjoint v"], [adjoint])
-            for slope in lower_slopes(evaluator, state, user):
+            for slope in point.lower_slopes(draw.parts(lower=True)):
                 slope.backward(-adjoint, x)
         return evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma)
-
-    def _slope(self, evaluator: Evaluator, state: S) -> Slope:
-        """The slope of g on the next minibatch."""
-        batch = evaluator.draw.lower.next()
-        return _slope_on(evaluator, state, batch, 1.0, type(self).__name__)[0]
 
 
 def one_copy(method: DescentMethod[Any], problem: Problem, x: Variable, y: Variable) -> Any:
     """The fields of a :class:`OneCopyState` at the start of a run."""
     y_update = Update(y, problem.y_projections(y), method.lower_optimizer)
     return {**method.carried(problem, x, y), "y": y, "y_update": y_update}
-
-
-def leave_upper_gradient(evaluator: Evaluator, state: OneCopyState) -> Tensor:
-    """Leave grad_x f on x, over the samples behind the direction, and return grad_y f."""
-    x, y, draw = state.x, state.y, evaluator.draw
-    term = Term(Level.UPPER, y)
-    for batch, share in draw.upper.parts(draw.direction_batch_size, draw.chunk_size):
-        value = share * evaluator.f(x, y, batch)
-        evaluator.require_finite([term.name(x)], [value])
-        if value.requires_grad:
-            value.backward(inputs=[*x.leaves, *y.leaves])  # type: ignore[no-untyped-call]
-        evaluator.report(Sample(batch, None, share, 0.0), [(term, value.detach())])
-    f_y = y.take_grads()
-    evaluator.require_finite(y.gradient_names, to_dense(f_y))
-    return flatten(f_y)
-
-
-def lower_slopes(evaluator: Evaluator, state: OneCopyState, user: str) -> Iterator[Slope]:
-    """The slope of g over the samples behind the direction, in parts that add up."""
-    draw = evaluator.draw
-    for batch, share in draw.lower.parts(draw.direction_batch_size, draw.chunk_size):
-        slope, value = _slope_on(evaluator, state, batch, share, user)
-        evaluator.report(Sample(None, batch, 0.0, share), [(Term(Level.LOWER, state.y), value)])
-        yield slope
-
-
-def _slope_on(
-    evaluator: Evaluator, state: OneCopyState, batch: Any, share: float, user: str
-) -> tuple[Slope, Tensor]:
-    x, y = state.x, state.y
-    value = share * evaluator.g(x, y, batch)
-    evaluator.require_finite([Term(Level.LOWER, y).name(x)], [value])
-    return Slope.of(value, y.leaves, user, check=state.k == 0), value.detach()
 
 
 def _differentiable(vector: Tensor, at: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import Ability, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import Slope, leave_upper_gradient, one_copy, pull_back
+from bilevel.methods.implicit import Point, Slope, one_copy, pull_back
 from bilevel.methods.reference import given
 from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Level, Number, Objective, Problem, Term
@@ -93,14 +93,15 @@ class ITD(DescentMethod[OneCopyState]):
         return OneCopyState(**one_copy(self, problem, x, y))
 
     def step(self, evaluator: Evaluator, state: OneCopyState, sizes: StepSizes) -> Info:
-        x, y = state.x, state.y
+        x, y, user = state.x, state.y, type(self).__name__
         unrolled, last_batch = self._unroll(evaluator, state, sizes.lower)
         with torch.no_grad():
             torch._foreach_copy_(y.leaves, unrolled)
         with buffers_kept(x, y):
-            f_y = leave_upper_gradient(evaluator, state)
+            point = Point(evaluator, x, y, user)
+            f_y = point.leave_upper_gradient(evaluator.draw.parts(upper=True))
             evaluator.report(Sample(None, last_batch, 0.0, 1.0))
-            pull_back(unrolled, unflatten_like(f_y, unrolled), x, user=type(self).__name__)
+            pull_back(unrolled, unflatten_like(f_y, unrolled), x, user=user)
         return evaluator.finish(state, upper_lr=sizes.upper, lower_lr=sizes.lower)
 
     def _unroll(

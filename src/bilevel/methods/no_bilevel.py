@@ -14,15 +14,14 @@ from bilevel.methods.base import Iterates, Method
 from bilevel.methods.capabilities import Ability, Properties
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.reference import given, gradient_y
-from bilevel.methods.state import Info, State
+from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Number, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import (
-    REFERENCE_INNER_STEPS,
     Constant,
     FoundRate,
+    FoundSizes,
     GivenSizes,
-    MeasuredSizes,
     NoUpdate,
     OptimizerFactory,
     Rates,
@@ -43,25 +42,8 @@ def train(evaluator: Evaluator, x: Variable, update: Update, rate: Number, steps
             evaluator.descend(descent)
 
 
-@dataclass
-class NoBilevelState(State):
-    """What NoBilevel carries.
-
-    Attributes:
-        y: the lower variable.
-        y_update: how it moves.
-    """
-
-    y: Variable
-    y_update: Update
-
-    @property
-    def solution(self) -> Variable:
-        return self.y
-
-
 @dataclass(frozen=True)
-class NoBilevel(Method[NoBilevelState]):
+class NoBilevel(Method[OneCopyState]):
     """No bilevel optimization: y is trained on g at the x that was given, and x never moves.
 
     One outer step is
@@ -121,8 +103,8 @@ class NoBilevel(Method[NoBilevelState]):
         )
         return Rates(lower, Constant(1.0))
 
-    def init(self, problem: Problem, x: Variable, y: Variable) -> NoBilevelState:
-        return NoBilevelState(
+    def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
+        return OneCopyState(
             x=x,
             k=0,
             multiplier=math.nan,
@@ -135,16 +117,15 @@ class NoBilevel(Method[NoBilevelState]):
     def _policy(self, y: Variable) -> StepSizePolicy:
         if self.rates.lower is not None:
             return GivenSizes(self.rates)
-        return MeasuredSizes(
+        return FoundSizes(
             self.rates,
             y,
             stiffness=lambda lower, upper, multiplier: lower,
             raises=False,
-            unit=-(-REFERENCE_INNER_STEPS // self.inner_steps),
-            merit=None,
+            inner_steps=self.inner_steps,
         )
 
-    def step(self, evaluator: Evaluator, state: NoBilevelState, sizes: StepSizes) -> Info:
+    def step(self, evaluator: Evaluator, state: OneCopyState, sizes: StepSizes) -> Info:
         gamma = state.y_update.choose(sizes.lower)
         train(evaluator, state.x, state.y_update, gamma, self.inner_steps)
         for samples in evaluator.draw.direction(LOWER.nodes, shared=True):  # f is only reported

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from bilevel import theory
 from bilevel.errors.checks import check_choice
 from bilevel.methods.base import S
 from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Stencil
 from bilevel.stepping import PenaltyRates, Rate, as_schedule, rate_or_optimizer
+
+if TYPE_CHECKING:
+    from bilevel import theory
 
 P = TypeVar("P", bound="PaperMethod[Any]")
 
@@ -77,6 +79,8 @@ class PaperMethod(PenaltyMethod[S]):
         ``regime`` is "stochastic", "upper-noise" or "deterministic", and ``choices`` go to
         :func:`bilevel.theory.design`. Sampling is the paper's: independent.
         """
+        from bilevel import theory  # few programs need it
+
         design = theory.design(constants, algorithm=cls.algorithm, regime=regime, **choices)
         return cls(
             lower_lr=design.gamma,

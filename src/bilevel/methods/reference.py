@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bilevel.problem import Objective
-from bilevel.stepping import Schedule, StepSizes
+from bilevel.stepping import StepSizes
 
 
 def gradient_x(objective: Objective, x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -39,11 +39,6 @@ def mixed_product(objective: Objective, x: Tensor, y: Tensor, batch: Any, v: Ten
     (slope,) = torch.autograd.grad(objective(at_x, at_y, batch), at_y, create_graph=True)
     (product,) = torch.autograd.grad((slope * v).sum(), at_x, allow_unused=True)
     return torch.zeros_like(x) if product is None else product
-
-
-def at(schedule: Schedule | None, k: int, default: float) -> float:
-    """The value of a schedule at k; None: the default."""
-    return default if schedule is None else float(schedule(k))
 
 
 def given(sizes: StepSizes) -> tuple[float, float, float, float]:

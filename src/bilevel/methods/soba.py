@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import count
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,18 +16,11 @@ from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
 from bilevel.methods.evaluator import Descent, Evaluator, Move
-from bilevel.methods.implicit import leave_upper_gradient, lower_slopes, one_copy
-from bilevel.methods.reference import (
-    at,
-    given,
-    gradient_x,
-    gradient_y,
-    hessian_y,
-    mixed_product,
-)
+from bilevel.methods.implicit import Point, one_copy
+from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Objective, Phi, Problem
-from bilevel.sampling import Draw
+from bilevel.sampling import Draw, Sample
 from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
 from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
@@ -41,6 +36,25 @@ class SOBAState(OneCopyState):
 
     adjoint: Tensor
     average: list[Tensor]
+
+
+Directions: TypeAlias = tuple[list[Tensor], Tensor, Tensor]
+"""The directions of x, for each leaf, and of y and v, flat."""
+
+
+def directions(
+    point: Point, v: Tensor, upper: Iterable[Sample], lower: Iterable[Sample]
+) -> Directions:
+    """The three directions at one point (x, y, v), on the parts of one pair of samples."""
+    x, y = point.x, point.y
+    with buffers_kept(x, y):
+        f_y = point.leave_upper_gradient(upper)
+    g_y = torch.zeros_like(f_y)
+    # y takes its step from this evaluation, so the buffers that it moves stay moved
+    for slope in point.lower_slopes(lower):
+        g_y += slope.vector.detach()
+        slope.backward(-v, x, y)
+    return x.take_grads(), g_y, -(flatten(y.take_grads()) + f_y)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,7 @@ class SOBA(DescentMethod[SOBAState]):
     _: KW_ONLY
     adjoint_lr: Rate | None = None
 
+    auxiliary_rate = "adjoint_lr"
     properties = Properties(
         order=2,
         gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
@@ -99,41 +114,24 @@ class SOBA(DescentMethod[SOBAState]):
         abilities=SECOND_ORDER,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.rho  # a bad rate is refused at construction
-
-    @cached_property
-    def rho(self) -> Schedule | None:
-        """The step of the adjoint as a function of k; None: as lower_lr."""
-        return None if self.adjoint_lr is None else as_schedule("adjoint_lr", self.adjoint_lr)
-
-    @property
-    def _needs_lower(self) -> bool:
-        return super()._needs_lower or (self.lower_optimizer is not None and self.rho is None)
-
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
         adjoint = torch.zeros_like(flatten(y.leaves), requires_grad=False)
         return SOBAState(**one_copy(self, problem, x, y), adjoint=adjoint, average=[])
 
     def step(self, evaluator: Evaluator, state: SOBAState, sizes: StepSizes) -> Info:
-        x, y = state.x, state.y
+        point = Point(evaluator, state.x, state.y, type(self).__name__, check=state.k == 0)
+        upper, lower = evaluator.draw.parts(upper=True), evaluator.draw.parts(lower=True)
+        return self._advance(point, state, sizes, directions(point, state.adjoint, upper, lower))
+
+    def _advance(self, point: Point, state: SOBAState, sizes: StepSizes, d: Directions) -> Info:
+        """Move x, y and v, each against its direction."""
+        x, y, evaluator, (d_x, d_y, d_v) = point.x, point.y, point.evaluator, d
         gamma = state.y_update.choose(sizes.lower)
-        rho = sizes.lower if self.rho is None else positive_at("adjoint_lr", self.rho, state.k)
-
-        with buffers_kept(x, y):
-            f_y = leave_upper_gradient(evaluator, state)
-        g_y = torch.zeros_like(f_y)
-        # y takes its step from this evaluation, so the buffers that it moves stay moved
-        for slope in lower_slopes(evaluator, state, type(self).__name__):
-            g_y += slope.vector.detach()
-            slope.backward(-state.adjoint, x, y)
-        adjoint = state.adjoint + rho * (flatten(y.take_grads()) + f_y)
+        adjoint = state.adjoint - self.auxiliary_at(state.k, sizes.lower) * d_v
         evaluator.require_finite(["the adjoint v"], [adjoint])
-        evaluator.require_finite(x.gradient_names, x.grads())
-
-        self._smooth(state)
-        y.set_grads(unflatten_like(g_y, y.leaves))
+        evaluator.require_finite(x.gradient_names, d_x)
+        x.set_grads(self._smoothed(state, d_x))
+        y.set_grads(unflatten_like(d_y, y.leaves))
         step_of_y = Descent(Phi(LOWER, x, [y], 1.0), [Move(state.y_update, gamma)])
         info = evaluator.finish(state, upper_lr=sizes.upper, lower_lr=gamma, also=step_of_y)
         state.adjoint.copy_(adjoint)
@@ -144,7 +142,7 @@ class SOBA(DescentMethod[SOBAState]):
         v, h = torch.zeros_like(y), torch.zeros_like(x)
         for k in count():
             gamma, _, eta, _ = given(self.rates.at(k, 0.0))
-            rho, theta = at(self.rho, k, gamma), self._newest(k)
+            rho, theta = self.auxiliary_at(k, gamma), self._newest(k)
             (zeta, _), (phi, _) = (
                 next(draw.upper.parts(None, None)),
                 next(draw.lower.parts(None, None)),
@@ -160,8 +158,9 @@ class SOBA(DescentMethod[SOBAState]):
         """The weight of the newest x direction in what x follows."""
         return 1.0
 
-    def _smooth(self, state: SOBAState) -> None:
-        """Replace the direction on x by what x is to follow: itself."""
+    def _smoothed(self, state: SOBAState, d_x: list[Tensor]) -> list[Tensor]:
+        """What x is to follow, given its newest direction: that itself."""
+        return d_x
 
 
 @dataclass(frozen=True)
@@ -200,14 +199,7 @@ class MASOBA(SOBA):
     _: KW_ONLY
     averaging: Rate = 0.1
 
-    properties = Properties(
-        order=2,
-        gradients="f: 1, g: 1; products with second derivatives of g: 2, in one pass",
-        copies=1,
-        assumes="g strongly convex in y and twice differentiable; f and g smooth",
-        reference="Chen, Xiao, Balasubramanian 2024",
-        abilities=SECOND_ORDER,
-    )
+    properties = replace(SOBA.properties, reference="Chen, Xiao, Balasubramanian 2024")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,8 +223,8 @@ class MASOBA(SOBA):
             raise ArgumentError(f"averaging({k}) must be at most 1, not {theta!r}")
         return theta
 
-    def _smooth(self, state: SOBAState) -> None:
+    def _smoothed(self, state: SOBAState, d_x: list[Tensor]) -> list[Tensor]:
         theta = self._newest(state.k)
         torch._foreach_mul_(state.average, 1 - theta)
-        torch._foreach_add_(state.average, state.x.grads(), alpha=theta)
-        state.x.set_grads([h.clone() for h in state.average])
+        torch._foreach_add_(state.average, d_x, alpha=theta)
+        return [h.clone() for h in state.average]

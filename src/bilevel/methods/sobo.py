@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from itertools import count
 
 from torch import Tensor
@@ -11,20 +10,12 @@ from torch import Tensor
 from bilevel.errors.checks import check_count
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
-from bilevel.methods.evaluator import Evaluator
-from bilevel.methods.implicit import ImplicitMethod, one_copy
-from bilevel.methods.reference import (
-    at,
-    given,
-    gradient_x,
-    gradient_y,
-    hessian_y,
-    mixed_product,
-)
+from bilevel.methods.implicit import ImplicitMethod, Point, one_copy
+from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import OneCopyState
 from bilevel.problem import LOWER, Objective, Problem
 from bilevel.sampling import Draw
-from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
+from bilevel.stepping import Rate, StepSizes
 from bilevel.variables import Variable
 
 
@@ -79,6 +70,7 @@ class SOBO(ImplicitMethod[OneCopyState]):
     neumann_steps: int = 5
     neumann_lr: Rate | None = None
 
+    auxiliary_rate = "neumann_lr"
     properties = Properties(
         order=2,
         gradients="f: 1, g: T + Q + 1; products with second derivatives of g: Q + 1",
@@ -91,27 +83,15 @@ class SOBO(ImplicitMethod[OneCopyState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("neumann_steps", self.neumann_steps, least=0)
-        _ = self.eta  # a bad rate is refused at construction
-
-    @cached_property
-    def eta(self) -> Schedule | None:
-        """The step of the series as a function of k; None: as lower_lr."""
-        return None if self.neumann_lr is None else as_schedule("neumann_lr", self.neumann_lr)
-
-    @property
-    def _needs_lower(self) -> bool:
-        return super()._needs_lower or (self.lower_optimizer is not None and self.eta is None)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> OneCopyState:
         return OneCopyState(**one_copy(self, problem, x, y))
 
-    def _adjoint(
-        self, evaluator: Evaluator, state: OneCopyState, f_y: Tensor, sizes: StepSizes
-    ) -> Tensor:
-        eta = sizes.lower if self.eta is None else positive_at("neumann_lr", self.eta, state.k)
+    def _adjoint(self, point: Point, state: OneCopyState, f_y: Tensor, sizes: StepSizes) -> Tensor:
+        eta = self.auxiliary_at(state.k, sizes.lower)
         term = total = f_y
         for _ in range(self.neumann_steps):
-            term = term - eta * self._slope(evaluator, state).hessian_product(term)
+            term = term - eta * point.next_slope().hessian_product(term)
             total = total + term
         return eta * total
 
@@ -119,7 +99,7 @@ class SOBO(ImplicitMethod[OneCopyState]):
         """T steps of y, the Neumann series with a fresh Hessian per factor, one step of x."""
         for k in count():
             gamma, _, eta_x, _ = given(self.rates.at(k, 0.0))
-            eta = at(self.eta, k, gamma)
+            eta = self.auxiliary_at(k, gamma)
             for _ in range(self.inner_steps):
                 (sample,) = draw.inner(LOWER.nodes, False)
                 y = y - gamma * gradient_y(g, x, y, sample.lower)

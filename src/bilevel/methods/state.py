@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,6 +33,8 @@ class Info:
         lower_lr: the step of the copy that solves the lower level, found or given; with an
             optimizer, the learning rate of its first group.
         upper_lr: the same for x; 0 where x rests.
+        metrics: what the objectives return beside ``upper`` and ``lower``, by names such as
+            ``"upper/accuracy"``.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Info:
     lower: Tensor | None = None
     gap: Tensor | None = None
     direction_norm: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 P = TypeVar("P")
@@ -106,6 +109,8 @@ class State:
                 f"the saved state has the fields {sorted(state)}, but {type(self).__name__} has "
                 f"{sorted(mine)}; was it saved by another method?"
             )
+        if not state["k"] >= 0:
+            raise StateError(f"the saved state says that {state['k']!r} steps were taken")
         for name in mine:
             setattr(self, name, loaded(getattr(self, name), state[name]))
 

@@ -1,8 +1,9 @@
 """What is solved: the two objectives, their sets, and the scalar Phi."""
 
 from bilevel.problem import sets
+from bilevel.problem.checking import check_means, check_objectives
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
-from bilevel.problem.problem import Objective, Objectives, Problem, check_objectives
+from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
 from bilevel.problem.sets import (
     Ball,
     Box,
@@ -23,6 +24,7 @@ __all__ = [
     "Box",
     "Evaluation",
     "Level",
+    "Metrics",
     "Number",
     "Objective",
     "Objectives",
@@ -36,6 +38,7 @@ __all__ = [
     "Stencil",
     "Term",
     "central",
+    "check_means",
     "check_objectives",
     "projections",
     "scaled",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
-from bilevel.variables import Variable, buffers_kept, frozen, is_sharded
+from bilevel.variables import Variable, is_sharded
 
-Objective: TypeAlias = Callable[[Any, Any, Any], Tensor]
-"""``objective(x, y, batch) -> scalar tensor``; batch is None where there is no data."""
+Metrics: TypeAlias = dict[str, Any]
+"""Numbers beside a loss, by their names: scalar tensors, or plain numbers."""
+
+Objective: TypeAlias = Callable[[Any, Any, Any], Any]
+"""``objective(x, y, batch) -> scalar tensor``, or a pair of it and a dict of metrics.
+
+The batch is None where there is no data.
+"""
 
 
 class Problem:
@@ -31,6 +37,9 @@ class Problem:
     tensor, nested dicts, lists and tuples of tensors, an ``nn.Module``, or a :class:`bilevel.Table`
     of parameters per sample. An objective that is a mean over its batch has gradients that are
     right for any batch size.
+
+    An objective may also return ``(loss, metrics)`` with a dict of scalars, such as accuracies.
+    They are recorded and logged where f and g are, at the same point, as ``"upper/accuracy"``.
 
     Example:
         >>> import torch, bilevel
@@ -68,13 +77,13 @@ class Problem:
         self.x_set = x_set
         self.y_set = y_set
 
-    def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        """The upper objective, checked to be a scalar."""
-        return _scalar("upper", self.upper(x.value, y.value, batch))
+    def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
+        """The upper objective, checked to be a scalar; its metrics are put into ``metrics``."""
+        return _scalar("upper", self.upper(x.value, y.value, batch), metrics)
 
-    def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        """The lower objective, checked to be a scalar."""
-        return _scalar("lower", self.lower(x.value, y.value, batch))
+    def g(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
+        """The lower objective, checked to be a scalar; its metrics are put into ``metrics``."""
+        return _scalar("lower", self.lower(x.value, y.value, batch), metrics)
 
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""
@@ -104,52 +113,15 @@ class Objectives(Protocol):
         """The mean over the ranks of an objective or of its gradient."""
 
 
-def check_objectives(
-    problem: Problem, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any
-) -> None:
-    """Evaluate the objectives and raise unless they are scalar functions of x and y."""
-    levels = (("upper", problem.f, upper_batch), ("lower", problem.g, lower_batch))
-    with torch.enable_grad(), buffers_kept(x, y):
-        with frozen(x):
-            for name, objective, batch in levels:  # one graph at a time: they may be large
-                try:
-                    value = objective(x, y, batch)
-                except (TypeError, AttributeError) as error:  # what the use of None raises
-                    if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
-                        error.add_note(
-                            f"{name}(x, y, batch) was called with the batch None, as it always "
-                            f"is without {name}_data"
-                        )
-                    raise
-                if not _depends(value, y):
-                    raise ObjectiveError(
-                        f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
-                        f"depend on y through differentiable operations; check for detach(), "
-                        f"item(), no_grad() or an unused y"
-                    )
-                del value
-        with frozen(y):
-            if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
-                raise ObjectiveError(
-                    "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
-                    "differentiable operations, so there is nothing to optimize"
-                )
-
-
-def _depends(value: Tensor, variable: Variable) -> bool:
-    """Whether a gradient reaches any leaf of the variable."""
-    if not value.requires_grad or any(map(is_sharded, variable.leaves)):
-        # the leaves of a sharded module are not in the graph, only what is assembled from them
-        return value.requires_grad
-    grads = torch.autograd.grad(value, variable.leaves, allow_unused=True)
-    return any(grad is not None for grad in grads)
-
-
-def _scalar(name: str, value: Any) -> Tensor:
+def _scalar(name: str, value: Any, metrics: Metrics | None) -> Tensor:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, told = value
+        if metrics is not None:
+            metrics.update(_checked_metrics(name, told))
     if not isinstance(value, Tensor):
         raise ObjectiveError(
-            f"{name}(x, y, batch) must return a scalar tensor, but returned "
-            f"{type(value).__name__} {value!r}"
+            f"{name}(x, y, batch) must return a scalar tensor, or a pair of it and a dict of "
+            f"metrics, but returned {type(value).__name__} {value!r}"
         )
     if is_sharded(value):
         raise ObjectiveError(
@@ -167,3 +139,21 @@ def _scalar(name: str, value: Any) -> Tensor:
             f"{name}(x, y, batch) must return a floating point scalar, but returned {value.dtype}"
         )
     return value
+
+
+def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> Metrics:
+    """The metrics of an objective under the names that they have in a history."""
+    for key, value in metrics.items():
+        scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not isinstance(key, str) or not scalar:
+            shown = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            )
+            raise ObjectiveError(
+                f"{name}(x, y, batch) returned the metric {key!r}: {shown!r}; metrics are scalars "
+                f"with names of text"
+            )
+    return {
+        f"{name}/{key}": value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+        for key, value in metrics.items()
+    }

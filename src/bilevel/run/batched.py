@@ -21,11 +21,12 @@ from bilevel.engine.stacked import (
 )
 from bilevel.errors import NonFiniteError
 from bilevel.methods import Ability, DescentMethod, Info, Method, State
-from bilevel.problem import Problem, check_objectives
+from bilevel.problem import Problem
 from bilevel.run.history import MEASURED, RATES, Recorder
 from bilevel.run.minimize import meter_of
 from bilevel.run.outcome import Outcome, Result
 from bilevel.run.setup import Sampling, starting_point
+from bilevel.run.worsening import worsening
 from bilevel.sampling import Draw, Iterated
 from bilevel.variables import Variable
 
@@ -114,7 +115,9 @@ def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
 
     def ending(run: int) -> Ending:
         error = ended.get(run)
-        outcome = Outcome.COMPLETED if error is None else Outcome.BROKEN
+        worse = error is None and worsening(histories[run]) is not None
+        sound = Outcome.WORSENED if worse else Outcome.COMPLETED
+        outcome = sound if error is None else Outcome.BROKEN
         found = points[run], solutions[run], histories[run], steps[run], seconds, outcome
         return Ending(Result(*found, steps[run]), None if error is None else why_broken(error))
 
@@ -186,10 +189,12 @@ def _check(group: Sequence[Run], choices: Choices, x: Variable, y: Variable) -> 
     for method in {id(run.method): run.method for run in group}.values():
         method.check(choices.problem, draw, x)
     with randomness:
-        batches = draw.upper.peek(), draw.lower.peek()
+        batches = draw.peek()
     before = randomness.state_dict()
     with randomness:
-        check_objectives(choices.problem, x, y, *batches)
+        metrics = choices.sampling.check(choices.problem, x, y, *batches)
+    if metrics:
+        raise UnbatchableError("the objectives return metrics, which are recorded run by run")
     after = randomness.state_dict()
     if not all(torch.equal(before[device], after[device]) for device in before):
         raise UnbatchableError("the objectives draw random numbers, which differ between runs")

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from bilevel.methods import Info
 
@@ -21,6 +22,9 @@ RATES = ("multiplier", "lower_lr", "upper_lr")
 """The numbers that are known before the step."""
 
 
+_FIRST_ROWS = 1 << 14
+
+
 class Recorder:
     """Takes what steps report; what was measured stays on its device until it is asked for.
 
@@ -29,22 +33,30 @@ class Recorder:
         every: every that many steps are recorded, and the last.
         device: where the numbers are measured.
         runs: how many runs report together, one number each; None: there is only one run.
+        metrics: the names of the metrics that the objectives return.
 
     Attributes:
         rows: how many steps were recorded.
     """
 
     def __init__(
-        self, steps: int, every: int, device: torch.device, runs: int | None = None
+        self,
+        steps: int,
+        every: int,
+        device: torch.device,
+        runs: int | None = None,
+        metrics: Sequence[str] = (),
     ) -> None:
         self._steps = steps
         self._every = every
+        self._metrics = tuple(metrics)
         self.rows = 0
-        most = -(-steps // every) + 1
+        most = min(-(-steps // every) + 1, _FIRST_ROWS)  # more as they are needed
         dtype = torch.float32 if device.type == "mps" else torch.float64
         shape = () if runs is None else (runs,)
+        measured = len(MEASURED) + len(self._metrics)
         self._when = np.empty((most, 2))  # the step, and the seconds since the start
-        self._measured = torch.empty((most, len(MEASURED), *shape), dtype=dtype, device=device)
+        self._measured = torch.empty((most, measured, *shape), dtype=dtype, device=device)
         # The rates of one run are floats, which a NumPy array takes much faster than a tensor.
         self._rates: Any = np.empty((most, len(RATES)))
         if runs is not None:
@@ -56,11 +68,26 @@ class Recorder:
 
     def add(self, info: Info, seconds: float) -> None:
         """Record what a step reports."""
+        self._make_room(self.rows + 1)
         self._when[self.rows] = info.step, seconds
-        self._measured[self.rows] = torch.stack([getattr(info, n).detach() for n in MEASURED])
+        measured = [getattr(info, name).detach() for name in MEASURED]
+        measured += [info.metrics[name].to(measured[0]) for name in self._metrics]
+        self._measured[self.rows] = torch.stack(measured)
         for place, name in enumerate(RATES):
             self._rates[self.rows, place] = getattr(info, name)
         self.rows += 1
+
+    def _make_room(self, rows: int) -> None:
+        """Room for so many rows, twice as many as before if it has to be made."""
+        more = max(rows - len(self._when), len(self._when))
+        if rows > len(self._when):
+            self._when = np.concatenate([self._when, np.empty((more, 2))])
+            self._measured = _longer(self._measured, more)
+            self._rates = (
+                _longer(self._rates, more)
+                if isinstance(self._rates, Tensor)
+                else np.concatenate([self._rates, np.empty((more, len(RATES)))])
+            )
 
     def forget(self, rows: int) -> None:
         """Keep only the first ``rows`` recorded steps."""
@@ -73,7 +100,7 @@ class Recorder:
         """
         end = first + self._before(steps, first)
         measured = self._measured[first:end].cpu().numpy()
-        return _columns(self._when[first:end], measured, self._rates[first:end])
+        return self._columns(self._when[first:end], measured, self._rates[first:end])
 
     def histories(self, steps: Sequence[int]) -> list[History]:
         """The columns of each run, of its steps below ``steps[run]``."""
@@ -81,7 +108,7 @@ class Recorder:
         rates = self._rates[: self.rows].cpu().numpy()
         ends = [self._before(sound) for sound in steps]
         return [
-            _columns(self._when[:end], measured[:end, :, run], rates[:end, :, run])
+            self._columns(self._when[:end], measured[:end, :, run], rates[:end, :, run])
             for run, end in enumerate(ends)
         ]
 
@@ -96,18 +123,23 @@ class Recorder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; the last step of a shorter run may be one that this run leaves out."""
         kept = [self.due(int(step)) for step in state["told"][:, 0]]
+        self._make_room(sum(kept))
         self.rows = sum(kept)
         told = state["told"][kept].numpy()
         self._when[: self.rows], self._rates[: self.rows] = told[:, :2], told[:, 2:]
         self._measured[: self.rows] = state["measured"][kept].to(self._measured)
 
+    def _columns(
+        self, when: npt.NDArray[Any], measured: npt.NDArray[Any], rates: npt.NDArray[Any]
+    ) -> History:
+        names = (*MEASURED, *self._metrics)
+        return {
+            "step": when[:, 0].astype(np.int64),
+            "seconds": when[:, 1].copy(),
+            **{name: measured[:, place].copy() for place, name in enumerate(names)},
+            **{name: rates[:, place].copy() for place, name in enumerate(RATES)},
+        }
 
-def _columns(
-    when: npt.NDArray[Any], measured: npt.NDArray[Any], rates: npt.NDArray[Any]
-) -> History:
-    return {
-        "step": when[:, 0].astype(np.int64),
-        "seconds": when[:, 1].copy(),
-        **{name: measured[:, place].copy() for place, name in enumerate(MEASURED)},
-        **{name: rates[:, place].copy() for place, name in enumerate(RATES)},
-    }
+
+def _longer(tensor: Tensor, more: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_empty((more, *tensor.shape[1:]))])

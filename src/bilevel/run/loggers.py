@@ -48,7 +48,7 @@ def figures(info: Info) -> dict[str, float]:
         >>> figures(Info(step=3, multiplier=float("nan"), lower_lr=0.5, upper_lr=0.1))
         {'lower_lr': 0.5, 'upper_lr': 0.1}
     """
-    told = {name: getattr(info, name) for name in _FIGURES}
+    told = {name: getattr(info, name) for name in _FIGURES} | dict(info.metrics)
     numbers = {name: float(value) for name, value in told.items() if value is not None}
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 

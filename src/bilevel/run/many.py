@@ -68,7 +68,11 @@ def minimize_many(
     :mod:`bilevel.run.many`; the others are taken one after another, and an
     :class:`~bilevel.errors.UnbatchedWarning` says why. A run that meets a number that is not finite
     does not stop the others: its outcome is BROKEN, its x and y are those of the last finite state,
-    and ``reasons`` says what happened.
+    and ``reasons`` says what happened. One that ends with f clearly above its start or its best has
+    the outcome WORSENED; of a grid some are expected to, so that only runs on their own warn.
+
+    There is no ``tolerance`` and no ``max_seconds``: runs that are one computation take the same
+    steps, so that all of them go on until the slowest has come to rest.
 
     Args:
         problem, x0, y0, upper_data, lower_data, batch_size, direction_batch_size, chunk_size,

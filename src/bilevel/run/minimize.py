@@ -11,20 +11,24 @@ import torch
 
 from bilevel.engine import LossScale
 from bilevel.engine.ranks import GroupChoice
-from bilevel.errors import ArgumentTypeError, DivergenceError, RunError
-from bilevel.errors.checks import check_choice, check_count, check_flag
+from bilevel.errors import ArgumentTypeError, DivergenceError, RunError, WorsenedWarning, warn
+from bilevel.errors.checks import check_choice, check_count, check_flag, checked_number
 from bilevel.errors.extras import needed
 from bilevel.methods import Info, Method
 from bilevel.problem import Problem
+from bilevel.run.advice import Source, choices_of
 from bilevel.run.checkpoint import Folder, Interrupts
 from bilevel.run.checkpoint.folder import Checkpoint, CheckpointLike, checkpoint_of
 from bilevel.run.checkpoint.settings import differences
+from bilevel.run.convergence import Convergence
 from bilevel.run.divergence import REACTIONS, Guard, Reaction
 from bilevel.run.history import Recorder
 from bilevel.run.outcome import Outcome, Result
+from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
+from bilevel.run.worsening import worsening
 from bilevel.sampling import DirectionSize
 from bilevel.variables import Stateful
 
@@ -39,6 +43,8 @@ def minimize(
     *,
     method: str | Method[Any] = "f2sa",
     steps: int = 1000,
+    tolerance: float | None = None,
+    max_seconds: float | None = None,
     upper_data: Any = None,
     lower_data: Any = None,
     batch_size: int | None = None,
@@ -54,7 +60,7 @@ def minimize(
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
     checkpoint: CheckpointLike | None = None,
-    on_divergence: Reaction = "warn",
+    on_divergence: Reaction | None = None,
     process_group: GroupChoice = "default",
 ) -> Result:
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
@@ -63,7 +69,14 @@ def minimize(
         problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
             seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
             takes them.
-        steps: K, how many outer steps to take.
+        steps: K, how many outer steps to take at most.
+        tolerance: end the run, with the outcome CONVERGED, when x has come to rest: in each of the
+            last ten recorded steps in which x moved, its direction was at most this part of what it
+            was at first. (Over the first ten such steps; where x has a set, as far as x could
+            follow it. See :mod:`bilevel.run.convergence`, also for what noise does to it.) None:
+            all steps are taken.
+        max_seconds: end the run, with the outcome OUT_OF_TIME, after the step in which so many
+            seconds are over, those before a checkpoint included. None: there is no limit.
         progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
         callback: called as ``callback(solver, info)`` at every recorded step; returning what is
             true ends the run. One with ``state_dict`` and ``load_state_dict`` is saved with it.
@@ -80,14 +93,20 @@ def minimize(
             "raise": a :class:`bilevel.errors.DivergenceError` says it. "backtrack": go back to the
             last good state, which is kept for this, and halve the step that is to blame, or both
             where that cannot be told, with a warning each time, ten times at most; then raise. The
-            signs are described in :mod:`bilevel.run.divergence`.
+            signs are described in :mod:`bilevel.run.divergence`. None: "warn" where all rates are
+            given. Where one is "auto", "backtrack", but in place of raising it goes on with a
+            warning (a number that is not finite raises even so); with more than 16 million numbers
+            to keep, "warn" then too.
         process_group: as :class:`bilevel.Solver` takes it. All ranks take the same number of steps
             and return the same result; the callback is called on each, and what ends the run on
             one ends it on all; they save together, into a folder that all of them can see.
 
     Returns:
         A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose
-        data ends, raises a :class:`bilevel.errors.RunError` that carries the result so far.
+        data ends, raises a :class:`bilevel.errors.RunError` that carries the result so far. One
+        that ends with f clearly above its start or its best, by more than noise, has the outcome
+        WORSENED, and a :class:`bilevel.errors.WorsenedWarning` says what to try (with
+        select="best" there is no warning; :mod:`bilevel.run.worsening` says what "clearly" means).
 
     Example:
         >>> import torch, bilevel
@@ -95,9 +114,15 @@ def minimize(
         >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=200)
         >>> result.outcome.name, result.steps, result.history["upper"].shape
         ('COMPLETED', 200, (200,))
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, tolerance=1e-3)
+        >>> result.outcome.name, result.steps < 1000
+        ('CONVERGED', True)
     """
     saved = None if checkpoint is None else checkpoint_of(checkpoint)
-    options = Options(steps, record_every, select, on_divergence, progress, callback, saved)
+    options = Options(
+        steps, tolerance, max_seconds, record_every, select, on_divergence, progress, callback,
+        saved,
+    )  # fmt: skip
     interrupts = Interrupts()
     with nullcontext() if checkpoint is None else interrupts:
         solver = Solver(
@@ -106,7 +131,17 @@ def minimize(
             seed=seed, device=device, compile=compile, accumulate=accumulate,
             loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip
-        return _Loop(solver, options, seed, interrupts).run()
+        if solver.ranks is not None:
+            counts = {
+                "steps": int(options.steps),
+                "tolerance": options.tolerance,
+                "max_seconds": options.max_seconds,
+                "checkpoint": saved is not None,
+            }
+            solver.ranks.require_same(counts | options.described(), differences)
+        folder = None if saved is None else Folder(saved, ranks=solver.ranks)
+        with nullcontext() if folder is None else folder.locked():
+            return _Loop(solver, options, seed, interrupts, folder).run()
 
 
 @dataclass(frozen=True)
@@ -114,18 +149,25 @@ class Options:
     """What :func:`minimize` takes and :class:`Solver` does not."""
 
     steps: int
+    tolerance: float | None
+    max_seconds: float | None
     record_every: int
     select: str
-    on_divergence: Reaction
+    on_divergence: Reaction | None
     progress: bool
     callback: Callback | None
     checkpoint: Checkpoint | None
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, least=0)
+        if self.tolerance is not None:
+            checked_number("tolerance", self.tolerance, above=True)
+        if self.max_seconds is not None:
+            checked_number("max_seconds", self.max_seconds, above=True)
         check_count("record_every", self.record_every)
         check_choice("select", self.select, SELECTORS)
-        check_choice("on_divergence", self.on_divergence, REACTIONS)
+        if self.on_divergence is not None:
+            check_choice("on_divergence", self.on_divergence, REACTIONS)
         check_flag("progress", self.progress)
         if self.callback is not None and not callable(self.callback):
             raise ArgumentTypeError(
@@ -133,7 +175,10 @@ class Options:
             )
 
     def described(self) -> dict[str, Any]:
-        """What may not differ between a checkpoint and the run that goes on from it."""
+        """What may not differ between a checkpoint and the run that goes on from it.
+
+        What ends a run may: steps, tolerance, max_seconds.
+        """
         return {
             "record_every": int(self.record_every),
             "select": self.select,
@@ -144,37 +189,45 @@ class Options:
 class _Loop:
     """Takes the steps of a run and does what is due between them: record, inspect, save, stop."""
 
-    def __init__(self, solver: Solver, options: Options, seed: int, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        solver: Solver,
+        options: Options,
+        seed: int,
+        interrupts: Interrupts,
+        folder: Folder | None,
+    ) -> None:
         self._solver = solver
         self._options = options
         self._interrupts = interrupts
-        self._stopped = self._interrupted = False
-        if solver.ranks is not None:
-            counts = {"steps": int(options.steps), "checkpoint": options.checkpoint is not None}
-            solver.ranks.require_same(counts | options.described(), differences)
-        self._recorder = Recorder(options.steps, options.record_every, solver.state.x.device)
+        self._stopped = self._interrupted = self._converged = self._late = False
+        self._recorder = Recorder(
+            options.steps,
+            options.record_every,
+            solver.state.x.device,
+            metrics=solver.evaluator.metric_names,
+        )
         self._selector = SELECTORS[options.select](solver, seed)
         self._clock = Clock()
         self._guard = Guard(solver, self._recorder, self._selector, options.on_divergence)
-        self._saved = self._resumed()
+        self._convergence = Convergence(solver, options.tolerance)
+        self._saved = None if folder is None else self._resumed(folder)
         self._guard.begin()
         first = solver.ranks is None or solver.ranks.rank == 0
         self._meter = meter_of(options.steps) if options.progress and first else None
 
-    def _resumed(self) -> SavedRun | None:
+    def _resumed(self, folder: Folder) -> SavedRun:
         """The checkpoints of the run, which is brought to where the newest was saved."""
         options = self._options
-        if options.checkpoint is None:
-            return None
         parts: dict[str, Stateful] = {
             "recorder": self._recorder,
             "selector": self._selector,
             "clock": self._clock,
             "guard": self._guard,
+            "convergence": self._convergence,
         }
         if isinstance(options.callback, Stateful):
             parts["callback"] = options.callback
-        folder = Folder(options.checkpoint, ranks=self._solver.ranks)
         saved = SavedRun(folder, self._solver, parts, options.described())
         saved.begin(options.steps)
         return saved
@@ -186,41 +239,71 @@ class _Loop:
             self._meter or nullcontext(),
             self._solver.assume_unchanged() if unchanging else nullcontext(),
         ):
-            [self._interrupted] = self._on_any_rank(self._interrupts.asked)
-            while self._solver.k < self._options.steps and not (self._stopped or self._interrupted):
+            self._begin()
+            while self._solver.k < self._options.steps and not self._ended:
                 self._advance()
             with self._errors_with_result():
                 self._solver.settle()
             if self._saved is not None:
                 self._saved.save()
-        return self._result(self._outcome())
+        result = self._result(self._outcome())
+        warn_if_stalled(self._solver, result.history)
+        return result
+
+    def _begin(self) -> None:
+        """See whether a run that goes on from a checkpoint has anything left to do."""
+        k, asked = self._solver.k, self._interrupts.asked
+        judged = self._convergence.due(self._recorder.rows, last=k >= self._options.steps)
+        late, moving = k > 0 and self._out_of_time, not (judged and self._convergence.reached)
+        self._interrupted, self._late, moving = self._on_any_rank(asked, late, moving)
+        self._converged = not moving
+
+    @property
+    def _ended(self) -> bool:
+        """Whether anything but the number of steps ended the run."""
+        return self._stopped or self._interrupted or self._converged or self._late
+
+    @property
+    def _out_of_time(self) -> bool:
+        most = self._options.max_seconds
+        return most is not None and self._clock.seconds >= most
 
     def _advance(self) -> None:
         """One step, and what is due after it."""
         solver, callback, k = self._solver, self._options.callback, self._solver.k
         last = k == self._options.steps - 1
         recorded = self._recorder.due(k)
-        due = False
+        due, moving = False, True
         self._selector.before(recorded)
+        if recorded:
+            self._convergence.before()
         with self._errors_with_result():
             info = solver.step(measure=recorded)
             # The last step is saved when the loop has ended.
             due = self._saved is not None and not last and self._saved.folder.due(k + 1)
             inspected = recorded and self._guard.due(self._recorder.rows + 1, last=last)
+            judged = recorded and self._convergence.due(self._recorder.rows + 1, last=last)
             known = self._selector.accepts_unsettled and callback is None
-            if last or due or inspected or not known:
+            if last or due or inspected or judged or not known:
                 solver.settle()
             self._selector.after(info)
             if recorded:
                 self._recorder.add(info, self._clock.seconds)
+                self._convergence.after(info)
             if inspected:
                 self._guard.look()
+            if judged:
+                moving = not self._convergence.reached
         if solver.k <= k:  # the guard went back to an earlier state
             return
         if recorded and self._meter is not None:
             self._meter.show(info)
         stop = recorded and callback is not None and bool(callback(solver, info))
-        due, self._stopped, self._interrupted = self._on_any_rank(due, stop, self._interrupts.asked)
+        asked, late = self._interrupts.asked, self._out_of_time
+        due, self._stopped, self._interrupted, self._late, moving = self._on_any_rank(
+            due, stop, asked, late, moving
+        )
+        self._converged = not moving
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
@@ -228,9 +311,10 @@ class _Loop:
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank."""
-        ranks = self._solver.ranks
-        # Without a callback and a checkpoint no flag is ever set, and no message is needed.
-        if ranks is None or (self._options.callback is None and self._options.checkpoint is None):
+        ranks, options = self._solver.ranks, self._options
+        # Without one of these all ranks have the same flags, and no message is needed.
+        own = (options.callback, options.checkpoint, options.max_seconds, options.tolerance)
+        if ranks is None or all(option is None for option in own):
             return list(flags)
         return ranks.any(*flags)
 
@@ -252,9 +336,39 @@ class _Loop:
         alone = self._solver.ranks is None
         if self._interrupted or (alone and self._interrupts.asked):
             return Outcome.INTERRUPTED
+        worse = self._warn_if_worse()
         if self._stopped:
             return Outcome.STOPPED
-        return Outcome.DIVERGED if self._guard.diverged else Outcome.COMPLETED
+        if self._guard.diverged:
+            return Outcome.DIVERGED
+        if worse:
+            return Outcome.WORSENED
+        if self._converged:
+            return Outcome.CONVERGED
+        late = self._late and self._solver.k < self._options.steps
+        return Outcome.OUT_OF_TIME if late else Outcome.COMPLETED
+
+    def _warn_if_worse(self) -> bool:
+        """Whether f ended clearly above its start or its best, which is told unless that is known.
+
+        It is known where the run was told to diverge, and it does no harm where the best is what
+        is returned.
+        """
+        choices = choices_of(self._solver)
+        found = worsening(
+            self._recorder.history(self._solver.k),
+            by_optimizer=choices.upper is Source.OPTIMIZER,
+        )
+        if found is None or self._guard.diverged:
+            return False
+        if self._options.select != "best":
+            warn(
+                WorsenedWarning(
+                    f"{found}. select='best' returns the x with the lowest f that was recorded. "
+                    f"What may help besides: {choices.against_rising}"
+                )
+            )
+        return True
 
     def _result(self, outcome: Outcome, *, sound: bool = True) -> Result:
         steps, seconds = self._solver.k, self._clock.seconds

@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """How a run ended; the values are the messages."""
+    """How a run ended; the values are the messages.
+
+    A run that diverged or worsened has that outcome, whatever else ended it, unless it was stopped
+    from outside.
+    """
 
     COMPLETED = "all steps were taken"
+    CONVERGED = "x came to rest within the tolerance"
+    OUT_OF_TIME = "max_seconds were over"
+    WORSENED = "f ended clearly above its start or its best"
     STOPPED = "the callback asked to stop"
     INTERRUPTED = "Ctrl-C or SIGTERM asked to stop"
     BROKEN = "an error ended the run"

@@ -10,7 +10,7 @@ from bilevel.errors import CheckpointError
 from bilevel.run.checkpoint import Folder
 from bilevel.run.saving import MISFITS, refuse_other_settings
 from bilevel.run.solver import Solver
-from bilevel.variables.state import Stateful
+from bilevel.variables import Stateful, check_alike
 
 
 class Clock:
@@ -75,6 +75,7 @@ class SavedRun:
                     path, f"{self._solver.k} steps were taken, which is more than steps={steps}"
                 )
             for name, part in self._parts.items():
+                check_alike(part.state_dict(), content["run"][name], name)
                 part.load_state_dict(content["run"][name])
         except CheckpointError:
             raise

@@ -25,7 +25,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
 from bilevel.sampling import Draw, PrivateRandomness
-from bilevel.variables import buffers_kept
+from bilevel.variables import buffers_kept, check_alike
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError)
 """What is raised when a state of another structure is loaded."""
@@ -110,6 +110,7 @@ class Resumable(ABC):
             )
         before = self.state_dict()
         try:
+            check_alike(before, state, "state")
             self._load(state)
         except MISFITS as error:
             self._load(before)
@@ -119,6 +120,11 @@ class Resumable(ABC):
                 f"the state does not fit this solver; was it saved with other data or another "
                 f"problem? ({type(error).__name__}: {error})"
             ) from error
+
+    def go_back_to(self, state: dict[str, Any]) -> None:
+        """Go back to an earlier state of this run, with data that cannot be rewound as it is."""
+        self.settle()
+        self._load(state, data=self.draw.upper.probed and self.draw.lower.probed)
 
     def _load(self, state: dict[str, Any], *, data: bool = True) -> None:
         self.state.load_state_dict(state["state"])

@@ -31,8 +31,8 @@ class Last:
 
     def point(self, *, sound: bool) -> tuple[Any, Any, int]:
         """x, its lower solution, and the k of x; not ``sound``: an error ended the run."""
-        x, k = self.solver.x, self.solver.k
-        return x, self.solver.lower_solution() if sound else self.solver.y, k
+        point = self.solver.final_point() if sound else (self.solver.x, self.solver.y)
+        return *point, self.solver.k
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice so far depends on."""

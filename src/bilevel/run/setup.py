@@ -16,7 +16,7 @@ from bilevel.engine.ranks import GroupChoice, Ranks, ranks_of_one_process, refus
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count, checked_device
 from bilevel.methods import Method, method_of
-from bilevel.problem import Problem
+from bilevel.problem import Problem, check_means, check_objectives
 from bilevel.run.checkpoint import settings
 from bilevel.sampling import (
     CombinedData,
@@ -108,6 +108,25 @@ class Sampling:
         """The data and the sizes as checkpoints describe them; without ``length``, of any size."""
         data = {name: settings.of_data(getattr(self, name), length=length) for name in LEVELS}
         return data | {name: settings.described(getattr(self, name)) for name in SIZES}
+
+    def check(self, problem: Problem, x: Variable, y: Variable, *batches: Any) -> tuple[str, ...]:
+        """Evaluate the objectives at the start, as :mod:`bilevel.problem.checking` describes.
+
+        Returned are the names of the metrics that they return beside the losses.
+        """
+        metrics = check_objectives(problem, x, y, *batches)
+        if self._in_unequal_parts:
+            check_means(problem, x, y, *batches)
+        return metrics
+
+    @property
+    def _in_unequal_parts(self) -> bool:
+        """Whether samples come in parts that are not of the size of a minibatch."""
+        size, batch = self.direction_batch_size, self.batch_size
+        if self.chunk_size is not None or size is None or batch is None:
+            return self.chunk_size is not None
+        counts = self.lengths().values() if size == "all" else [size]
+        return any(count is not None and count % batch for count in counts)
 
     @property
     def one_pass(self) -> bool:

@@ -13,7 +13,7 @@ from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_s
 from bilevel.engine.ranks import GroupChoice, ranks_of
 from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
-from bilevel.problem import Problem, check_objectives
+from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
@@ -27,8 +27,9 @@ class Solver(Resumable):
 
     Args:
         problem: the two objectives.
-        x0, y0: where to start; they are copied and never changed. A function without arguments
-            builds what cannot be copied, a module that ``fully_shard`` has divided: it is called
+        x0, y0: where to start; they are copied and never changed. A tensor or module that stands
+            twice in one of them is one variable, in every copy. A function without arguments builds
+            what cannot be copied, a module that ``fully_shard`` has divided: it is called
             once for each copy that the method holds, and these are given the numbers of the first.
         method: a name in :data:`bilevel.METHODS` or a method object such as ``bilevel.F2SA(...)``.
         upper_data, lower_data: what the batches of f and of g are drawn from. None: no data, the
@@ -36,15 +37,20 @@ class Solver(Resumable):
             are sampled with replacement on the device where they lie. A Dataset: the same, and
             collated. A DataLoader or any iterable of batches: gone through again and again. A
             function: called with a ``torch.Generator``, it returns a batch. Several of these at
-            once: see :class:`bilevel.sampling.CombinedData`.
+            once: see :class:`bilevel.sampling.CombinedData`. The two are independent: each has a
+            generator of its own, and nothing pairs a batch of f with one of g. Both advance with
+            every evaluation that needs them, so in each inner step, and for the x direction once
+            more; how often each does depends on the method. Data in which f and g belong together,
+            such as the tasks of few-shot learning, must not be given as two functions or lists.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
-        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y). The
-            first step then takes seconds and every later one a fraction of its time; the iterates
-            differ only by rounding, and a run may change over in either direction. What cannot be
-            compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python code that
-            the objectives run beside their computation runs only when they are compiled.
+        compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
+            PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
+            and every later one a fraction of its time; the iterates differ only by rounding, and a
+            run may change over in either direction. What cannot be compiled runs as it is, after a
+            :class:`bilevel.errors.CompileWarning`. Python code that the objectives run beside their
+            computation runs only when they are compiled.
         accumulate: for large models (F2SA and F2BA): differentiate the terms of Phi one after
             another, so that the activations of only one of them are alive, and where f is not
             evaluated between the copies, one gradient. A dtype such as ``torch.bfloat16``: and
@@ -56,8 +62,8 @@ class Solver(Resumable):
             time.
         chunk_size: the largest part in which samples are evaluated, so that memory stays flat:
             those behind the x direction and, with F2SA and F2BA, each minibatch, whose gradients
-            are accumulated over its parts. Objectives that are means over their batch have the same
-            gradients then. None: as batch_size.
+            are accumulated over its parts. That gives the gradient of the whole for objectives that
+            are means over their batch; others, such as sums, are refused. None: as batch_size.
         seed: of everything random in the run, the objectives' own use of torch's global generator
             included.
         device: where the copies of x0 and y0 and the batches go. None: they stay where they are.
@@ -114,7 +120,8 @@ class Solver(Resumable):
         self._description = made.description
         if self.ranks is not None:
             agree_on_ranks(self.ranks, made, self._settings())
-        self.state: State = on_every_rank(self.ranks, partial(self._begin, made.x, made.y))
+        begin = partial(self._begin, made.sampling, made.x, made.y)
+        self.state: State = on_every_rank(self.ranks, begin)
         optimizers = settings.of_optimizers(self.state)
         if self.ranks is not None:
             self.ranks.require_same(optimizers, settings.differences)
@@ -124,11 +131,10 @@ class Solver(Resumable):
                 self.evaluator, made.execution, self.method, self.state
             )
 
-    def _begin(self, x: Variable, y: Variable) -> State:
+    def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            batches = self.draw.upper.peek(), self.draw.lower.peek()
-            check_objectives(self.problem, x, y, *batches)
+            self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
             state: State = self.method.init(self.problem, x, y)
             return state
 
@@ -181,34 +187,43 @@ class Solver(Resumable):
         number that is not finite, and where the data is an iterator that cannot go back. (Any other
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
+        x, y = self.final_point()
+        return y if self._is_at(x) else self.y
+
+    def final_point(self) -> tuple[Any, Any]:
+        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them.
+
+        With ``upper_lr="auto"`` it is the last x that passed its test: the extra step of
+        :meth:`lower_solution` also tests where the steps since then have led.
+        """
         if self.k and not self._one_pass_data:
             try:
                 return self._fitted_at_x()
             except (NonFiniteError, DataExhaustedError):
-                pass  # the copy of the last step is finite, and is returned below
+                pass  # the point of the last step is finite, and is returned below
             except torch.cuda.OutOfMemoryError:
                 if self.ranks is not None:  # the other ranks wait for this one
                     raise
-        return self.y
+        return self.x, self.y
 
-    def _fitted_at_x(self) -> Any:
+    def _fitted_at_x(self) -> tuple[Any, Any]:
         before = self.state_dict()
         try:
             # The same k again: a schedule may not be defined beyond the last step of a run.
             self.state.k -= 1
-            info = self.step(measure=False)
-            self.settle()
-            if info.upper_lr != 0 or self._x_is(before["state"]["x"]):
-                return self.y
+            self.state.policy.close()
+            self.step(measure=False)
+            y = self.y
+            if self.state.policy.returned:
+                return self.x, y
         finally:
             rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
-        return self.y  # "auto" took x back before the step, so that y was fitted elsewhere
+        return self.x, y
 
-    def _x_is(self, saved: dict[str, Any]) -> bool:
-        other = self.state.x.clone()
-        other.load_state_dict(saved)
-        pairs = zip(self.state.x.leaves, other.leaves, strict=True)
+    def _is_at(self, point: Any) -> bool:
+        here, there = (Variable(value, "x").leaves for value in (self.x, point))
+        pairs = zip(here, there, strict=True)
         return all(torch.equal(local_part(a), local_part(b)) for a, b in pairs)
 
     def assume_unchanged(self) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from bilevel.sampling.indexed import Indexed, StackedIndices, TensorRows
 from bilevel.sampling.iterated import Iterated
 from bilevel.sampling.make import stream_of
 from bilevel.sampling.randomness import PrivateRandomness, Rewind
-from bilevel.sampling.rows import chunk_slices, map_tensors, take_rows, to_device
+from bilevel.sampling.rows import chunk_slices, count_rows, map_tensors, take_rows, to_device
 from bilevel.sampling.stream import DirectionSize, NoData, Stream
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Stream",
     "TensorRows",
     "chunk_slices",
+    "count_rows",
     "map_tensors",
     "stream_of",
     "take_rows",

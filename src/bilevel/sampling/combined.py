@@ -47,6 +47,7 @@ class CombinedStream(Stream):
         self._streams = {name: stream for name, (_, stream) in streams.items()}
         self._prepare = prepare
         self.sampled_here = any(stream.sampled_here for stream in self._streams.values())
+        self.rewinds = all(stream.rewinds for stream in self._streams.values())
 
     def _prepared(self, batches: dict[str, Any]) -> dict[str, Any]:
         if self._prepare is None:

@@ -70,6 +70,14 @@ class Draw:
         full = self.upper.deterministic and self.lower.deterministic
         return full or self.direction_batch_size == "all"
 
+    def peek(self) -> tuple[Any, Any]:
+        """What f and g could be evaluated on next, without moving the streams."""
+        upper, lower = self.upper.peek(), self.lower.peek()
+        if not self.chunked:
+            return upper, lower
+        first = next(self._split(Sample(upper, lower)))
+        return first.upper, first.lower
+
     def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:
         """For each copy its sample for one inner step."""
         if shared:
@@ -98,17 +106,19 @@ class Draw:
         if self.direction_batch_size is None and self.chunked:
             yield from self.inner_parts(nodes, shared)
         elif shared:
-            for sample in self._parts(True, True):
+            for sample in self.parts(upper=True, lower=True):
                 yield [sample] * len(nodes)
         else:
-            for part in zip_longest(*(self._parts(f, g) for f, g in nodes), fillvalue=_ABSENT):
+            of_copies = (self.parts(upper=f, lower=g) for f, g in nodes)
+            for part in zip_longest(*of_copies, fillvalue=_ABSENT):
                 yield list(part)
 
-    def _parts(self, with_upper: bool, with_lower: bool) -> Iterator[Sample]:
+    def parts(self, *, upper: bool = False, lower: bool = False) -> Iterator[Sample]:
+        """The samples behind one x direction, of one level or of both, in parts."""
         size, chunk = self.direction_batch_size, self.chunk_size
         return _paired(
-            self.upper.parts(size, chunk) if with_upper else (),
-            self.lower.parts(size, chunk) if with_lower else (),
+            self.upper.parts(size, chunk) if upper else (),
+            self.lower.parts(size, chunk) if lower else (),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.errors import StateError
 from bilevel.sampling.rows import chunk_slices, take_rows
 from bilevel.sampling.stream import PROBES, DirectionSize, Stream
 
@@ -115,6 +116,10 @@ class Indexed(Stream):
         return {"generator": self._block_state.clone(), "block": self._size, "used": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["used"] <= state["block"]:
+            raise StateError(
+                f"the saved data says that {state['used']!r} of {state['block']!r} indices are used"
+            )
         self._block_state = state["generator"].clone()
         self._generator.set_state(self._block_state)
         self._refill(state["block"])  # the same state gives the same block again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,8 @@ class Iterated(Stream):
     :class:`~bilevel.errors.DataExhaustedError`. The position is the state of the random generators
     at the start of the epoch and a count of batches, so resuming replays the epoch up to there.
     """
+
+    rewinds = False
 
     def __init__(self, data: Iterable[Any], name: str, device: torch.device | None) -> None:
         self._data = data
@@ -105,6 +108,13 @@ class Iterated(Stream):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        most = math.inf
+        with suppress(TypeError):  # it does not say how many batches it has
+            most = len(self._data)  # type: ignore[arg-type]
+        if not 0 <= state["position"] <= most:
+            raise StateError(
+                f"the saved position in {self._name} is {state['position']!r}, of {most} batches"
+            )
         if self._once:
             behind = state["position"] - self._position
             if behind < 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,25 @@ def stream_of(
             raise ArgumentError(f"{name} is empty: {data!r}")
         return Iterated(data, name, device)
     if callable(data):
+        _check_takes_generator(name, data)
         return Sampled(data, seed, home)
     raise ArgumentTypeError(
         f"{name} must be a tensor, a tuple or dict of tensors, a Dataset, a DataLoader, an "
         f"iterable of batches, or a function of a torch.Generator, not {data!r}"
     )
+
+
+def _check_takes_generator(name: str, data: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with one argument."""
+    try:
+        inspect.signature(data).bind(None)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must be a function of one argument, a torch.Generator, such as "
+            f"lambda generator: ..., not {data!r} ({error})"
+        ) from error
+    except ValueError:  # Some callables have no signature; an error then comes from the call.
+        return
 
 
 def _combined(name: str, data: CombinedData, seed: int, **options: Any) -> CombinedStream:

@@ -110,3 +110,8 @@ class Rewind:
 
     def __call__(self) -> None:
         _write(self._state, self._cuda)
+
+    def moved(self) -> bool:
+        """Whether something was drawn since."""
+        now = _read(self._cuda)
+        return any(not torch.equal(now[name], before) for name, before in self._state.items())

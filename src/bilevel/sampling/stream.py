@@ -23,9 +23,11 @@ class Stream(ABC):
 
     Attributes:
         sampled_here: whether the stream, not the data, decides the size of a batch.
+        rewinds: whether going back to a saved position costs little.
     """
 
     sampled_here = False
+    rewinds = True
 
     @abstractmethod
     def next(self) -> Any:
@@ -89,7 +91,11 @@ class NoData(Stream):
 
 
 class Sampled(Stream):
-    """Batches made by a function of a generator: ``sample(generator) -> batch``."""
+    """Batches made by a function of a generator: ``sample(generator) -> batch``.
+
+    A function that leaves the generator alone hands on batches from elsewhere, such as those of the
+    loop around a run. Nobody can draw these again.
+    """
 
     def __init__(
         self, sample: Callable[[torch.Generator], Any], seed: int, device: torch.device
@@ -97,9 +103,16 @@ class Sampled(Stream):
         self._sample = sample
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._origin = self._generator.get_state()
+        self._draws: bool | None = None
 
     def next(self) -> Any:
         return self._sample(self._generator)
+
+    @property
+    def probed(self) -> bool:
+        if self._draws is None:
+            self.peek()
+        return bool(self._draws)
 
     def peek(self) -> Any:
         return self._sample_from(self._generator.get_state(), 1)[0]
@@ -111,6 +124,7 @@ class Sampled(Stream):
         now = self._generator.get_state()
         self._generator.set_state(state)
         batches = [self._sample(self._generator) for _ in range(count)]
+        self._draws = not torch.equal(self._generator.get_state(), state)
         self._generator.set_state(now)
         return batches
 

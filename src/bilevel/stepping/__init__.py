@@ -1,16 +1,11 @@
 """By how much variables move: updates, schedules, the user's optimizers, and "auto"."""
 
 from bilevel.stepping import schedules
-from bilevel.stepping.adaptive import AdaptiveUpdate
 from bilevel.stepping.curvature import slope_of, steepest_curvature
-from bilevel.stepping.merit import MeritCheck
+from bilevel.stepping.found import FoundSizes
 from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
-from bilevel.stepping.policy import (
-    REFERENCE_INNER_STEPS,
-    GivenSizes,
-    MeasuredSizes,
-    StepSizePolicy,
-)
+from bilevel.stepping.pace import Pace
+from bilevel.stepping.policy import GivenSizes, StepSizePolicy
 from bilevel.stepping.rates import (
     FoundRate,
     OptimizerFactory,
@@ -32,17 +27,15 @@ from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
-    "REFERENCE_INNER_STEPS",
-    "AdaptiveUpdate",
     "Constant",
     "FoundRate",
+    "FoundSizes",
     "GivenSizes",
-    "MeasuredSizes",
-    "MeritCheck",
     "Nesterov",
     "NesterovUpdate",
     "NoUpdate",
     "OptimizerFactory",
+    "Pace",
     "PenaltyRates",
     "Power",
     "Ramp",

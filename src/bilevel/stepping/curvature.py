@@ -12,6 +12,9 @@ from torch import Tensor
 from bilevel.sampling import Rewind
 from bilevel.variables import Variable, buffers_kept, differentiate, flatten, frozen, unflatten_like
 
+WAY_OF_A_STEP = 1e-2
+"""Of y: over less, a kink of g looks like a curvature without bound; steps go about as far."""
+
 Slope: TypeAlias = Callable[[Variable], Tensor]
 """The gradient in a variable's leaves of one objective on one sample, flat."""
 
@@ -59,16 +62,19 @@ def value_of(
 
 
 @torch.no_grad()
-def difference(slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float) -> Tensor:
+def difference(
+    slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float, share: float | None = None
+) -> Tensor:
     """The Hessian's product with v from a difference of gradients, ``here`` being that at y.
 
-    y is moved by a fraction of ``scale``, a length that y may be expected to change by; the cube
-    root of the precision balances rounding and curvature.
+    y is moved by a ``share`` of ``scale``, a length that y may be expected to change by; by default
+    it is the cube root of the precision, which balances rounding and curvature.
     """
     size = float(v.norm())
     if not size:  # of a variable without numbers
         return torch.zeros_like(here)
-    length = torch.finfo(here.dtype).eps ** (1 / 3) * scale / size
+    share = torch.finfo(here.dtype).eps ** (1 / 3) if share is None else share
+    length = share * scale / size
     step, factor = v, length
     if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
         step, factor = v * length, 1.0  # the length overflows that type, the step does not
@@ -100,19 +106,28 @@ class Curvature:
         self.value = 0.0
         self._vector = torch.randn(size, generator=generator).to(like)
 
-    def refine(self, slope: Slope, y: Variable, steps: int) -> None:
-        """Take a few more iterations at ``y``."""
+    def refine(self, slope: Slope, y: Variable, steps: int, *, noisy: bool = False) -> None:
+        """Take a few more iterations at ``y``.
+
+        A rise is followed at once, a fall slowly; but where the slope is that of a sample, which
+        may hold an outlier, both are followed halfway.
+        """
         here = slope(y)
         found = self.value
         for _ in range(steps):
             # at the start the scale of y is not known; the first estimate of L gives it
             scale = max(size(y), float(here.norm()) / found if found else 0.0)
-            image = difference(slope, y, here, self._vector, scale or math.sqrt(len(here)))
+            image = difference(
+                slope, y, here, self._vector, scale or math.sqrt(len(here)), WAY_OF_A_STEP
+            )
             found = float(image.norm() / self._vector.norm())
             if not (found > 0 and math.isfinite(found)):
                 return
             self._vector = image / image.norm()
-        self.value = max(found, 0.9 * self.value)
+        if noisy and self.value:
+            self.value = math.sqrt(found * self.value)
+        else:
+            self.value = max(found, 0.9 * self.value)
 
     def state_dict(self) -> dict[str, Any]:
         """The estimate and its vector."""

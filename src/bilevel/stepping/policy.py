@@ -1,50 +1,42 @@
-"""The step sizes and the multiplier of each outer step: given by the user, or found on the way.
+"""The step sizes and the multiplier of each outer step, where they are given by the user.
 
-``lower_lr="auto"``. The step is 1/L, where L is the curvature that the lower copies meet: of g, or
-for a penalised copy of g + f/lam. It is found by power iterations on differences of gradients,
-
-    v <- ( grad_y g(x, z + h v) - grad_y g(x, z) ) / h,
-
-eight of them before the first step and two at every *look*: after steps 1, 2, 4, 8, 16, 24, ...
-(less often where an outer step is shorter than ten inner ones). A rise is followed at once, a fall
-slowly. Where the gradients of two samples disagree at z, what is left to gain is hidden in the
-noise; the step is divided by sqrt(1 + n/10), where n counts the steps taken in that condition.
-
-The multiplier starts at the number that is given (10), or at ten times the ratio of the curvatures
-of f and g if that is more. It is raised where f, seen from the two ends of the finite difference,
-is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x, z)||; and since y - z
-is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
-does not jump. A multiplier that is a function of k is followed as it is.
-
-``upper_lr="auto"`` is in :mod:`bilevel.stepping.adaptive`, with the check of F in
-:mod:`bilevel.stepping.merit`.
+Those that are found on the way are in :mod:`bilevel.stepping.tested`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any, Protocol, TypeAlias
 
 from bilevel.errors import StateError
-from bilevel.problem import Level, Objectives
-from bilevel.stepping.curvature import Curvature, cosine, slope_of
-from bilevel.stepping.merit import Iterate, MeritCheck
+from bilevel.problem import Level, Objectives, Phi
+from bilevel.stepping.pace import Pace
 from bilevel.stepping.rates import Rates, StepSizes
-from bilevel.variables import Variable, saved
+from bilevel.variables import Variable
 
-POWER_STEPS = 8
-LOOK_EVERY = 8
-REFERENCE_INNER_STEPS = 10
-"""The constants here count outer steps of so many inner steps."""
 
-FALLBACK_RATE = 0.1
-SLOPE_CHANGE = 0.2
+class Iterate(Protocol):
+    """What step-size policies see of a method's state."""
 
-Stiffness: TypeAlias = Callable[[float, float, float], float]
-"""From the curvatures of g and f and the multiplier to the curvature that the lower steps meet."""
+    x: Variable
+    k: int
+    multiplier: float
+
+    @property
+    def solution(self) -> Variable:
+        """The copy of the lower variable that solves the lower level."""
+
+    @property
+    def penalised(self) -> Variable | None:
+        """The copy that follows f as well as g."""
+
+    def variables(self) -> list[Variable]:
+        """The upper variable and all copies of the lower one, always in one order."""
+
+    def contract_copies(self, share: float) -> None:
+        """Leave only a share of the distances between the copies and the lower solution."""
+
+    def reset_estimators(self) -> None:
+        """Forget what was estimated along the path of x, which was put elsewhere."""
 
 
 class GivenSizes:
@@ -52,13 +44,28 @@ class GivenSizes:
 
     Attributes:
         current: the step sizes of the last step; None before the first.
+        pace: finds the steps of the copies of y from inner step to inner step; None: they have the
+            length that ``current`` says.
+        due: whether :meth:`judge` decides the step of x at the end of this outer step.
+        returned: whether x and y went back in this outer step.
     """
+
+    pace: Pace | None = None
+    due = False
+    returned = False
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._shares = {"lower": 1.0, "upper": 1.0}
         self._changes = True
         self.current: StepSizes | None = None
+
+    def without_pace(self) -> None:
+        """Give every inner step the length that :attr:`current` says, as compiled steps need it."""
+
+    def looks_next(self, state: Iterate) -> bool:
+        """Whether :meth:`at` is going to evaluate the objectives."""
+        return False
 
     def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
         """The step sizes of the step that the state is about to take."""
@@ -67,6 +74,20 @@ class GivenSizes:
             self._changes = not self._rates.constant
         assert self.current is not None
         return self.current
+
+    def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
+        """The step of x, whose direction is ``gain`` times what is on its leaves; 0: x rests.
+
+        ``phi`` is the function whose x gradient the direction is; None: it is f at the solution.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let the next step be one that fits y and tests x, but does not move x further."""
+
+    def take_back(self, state: Iterate) -> bool:
+        """Go back to where all was well, after a number that is not finite; whether that is so."""
+        return False
 
     def slow_down(self, level: Level) -> None:
         """Halve the steps of x (upper) or of y (lower) from now on."""
@@ -88,140 +109,11 @@ class GivenSizes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        if "curvatures" in state:
+        if "found" in state:
             raise StateError("the state was saved with 'auto' steps, but here they are given")
         self._shares = dict(state["shares"])
         self._changes = True
 
 
-class MeasuredSizes(GivenSizes):
-    """Rates of which at least one is found on the way.
-
-    Args:
-        rates: what is given; the other rates are measured.
-        stiffness: of the method; None: its lower steps have a rate of their own.
-        raises: whether the multiplier may be raised.
-        unit: how many outer steps do what ten inner steps do.
-        merit: checks the steps of x; None where they are given.
-    """
-
-    def __init__(
-        self,
-        rates: Rates,
-        y: Variable,
-        *,
-        stiffness: Stiffness | None,
-        raises: bool,
-        unit: int,
-        merit: MeritCheck | None,
-    ) -> None:
-        super().__init__(rates)
-        self._stiffness = stiffness
-        self._raises = raises
-        self._every = LOOK_EVERY * unit
-        self._unit = unit
-        self._merit = merit
-        measured = 0 if stiffness is None else 2
-        self._curvatures = [Curvature(y, seed) for seed in range(measured)]
-        self._noisy_steps = 0.0
-        self._multiplier = 0.0
-
-    def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
-        if state.k == 0:
-            self._measure(objectives, state, POWER_STEPS)
-            self._multiplier = self._start()
-        elif self._due(state.k):
-            self._measure(objectives, state, 2)
-            if self._raises:
-                self._raise_multiplier(objectives, state)
-        if self._merit is not None and self._due(state.k):
-            self._merit.look(objectives, state)
-        # a raised multiplier is above the given one, which must not be taken for a decrease
-        now = self._rates.at(state.k, 0.0 if self._raises else state.multiplier)
-        multiplier = max(now.multiplier, self._multiplier) if self._raises else now.multiplier
-        if self._stiffness is None:
-            return self._shortened(now)
-        lower = self._lower(float(multiplier))
-        penalty = lower if math.isnan(now.penalty) else now.penalty
-        return self._shortened(StepSizes(lower, penalty, now.upper, multiplier))
-
-    def _due(self, k: int) -> bool:
-        """Whether to look before step k."""
-        steps, rest = divmod(k, self._unit)
-        return rest == 0 and (steps in (0, 1, 2, 4) or k % self._every == 0)
-
-    def _lower(self, multiplier: float) -> float:
-        assert self._stiffness is not None
-        g, f = (curvature.value for curvature in self._curvatures)
-        stiffness = self._stiffness(g, f, multiplier)
-        if not (stiffness > 0 and math.isfinite(stiffness)):
-            return FALLBACK_RATE  # g is linear in y: no curvature limits the step
-        return 1 / (stiffness * math.sqrt(1 + self._noisy_steps / (10 * self._unit)))
-
-    def _start(self) -> float:
-        if not self._raises or len(self._curvatures) < 2:
-            return 0.0
-        g, f = (curvature.value for curvature in self._curvatures)
-        return 10 * f / g if g > 0 else 0.0
-
-    def _measure(self, objectives: Objectives, state: Iterate, steps: int) -> None:
-        if self._stiffness is None:
-            return
-        g, f = self._curvatures
-        draw, mean = objectives.draw, objectives.mean
-        lower = slope_of(objectives.g, state.x, [draw.lower.peek()], mean)
-        upper = slope_of(objectives.f, state.x, [draw.upper.peek()], mean)
-        g.refine(lower, state.solution, steps)
-        f.refine(upper, state.solution, steps)
-        if state.k and not draw.lower.deterministic and draw.lower.probed:
-            halves = (
-                slope_of(objectives.g, state.x, [batch], mean)(state.solution)
-                for batch in (draw.lower.peek(), draw.lower.probe()[0])
-            )
-            self._noisy_steps += self._every * (1 - max(0.0, cosine(*halves)))
-
-    def _raise_multiplier(self, objectives: Objectives, state: Iterate) -> None:
-        """Make the finite difference finer where f changes its slope within it."""
-        if state.penalised is None:
-            return
-        sample = [objectives.draw.upper.peek()]
-        slope = slope_of(objectives.f, state.x, sample, objectives.mean)
-        centre = slope(state.solution)
-        change = float((slope(state.penalised) - centre).norm() / centre.norm())
-        if not (change > SLOPE_CHANGE and math.isfinite(change)):
-            return
-        g, f = (curvature.value for curvature in self._curvatures)
-        # beyond this the difference of two gradients is rounding
-        most = 0.1 * torch.finfo(centre.dtype).eps ** -0.5 * max(1.0, f / g if g > 0 else 1.0)
-        raised = min(state.multiplier * min(change / SLOPE_CHANGE, 10.0), most)
-        if raised > state.multiplier:
-            state.contract_copies(state.multiplier / raised)
-            self._multiplier = raised
-
-    def state_dict(self) -> dict[str, Any]:
-        """Curvatures, counts and what the merit check remembers."""
-        return {
-            **super().state_dict(),
-            "curvatures": saved(self._curvatures),
-            "noisy_steps": self._noisy_steps,
-            "multiplier": self._multiplier,
-            "merit": {} if self._merit is None else self._merit.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        if "merit" not in state or bool(state["merit"]) != (self._merit is not None):
-            raise StateError(
-                "the state was saved with other steps than here: given there, 'auto' here, or the "
-                "other way round"
-            )
-        self._shares = dict(state["shares"])
-        for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
-            mine.load_state_dict(theirs)
-        self._noisy_steps, self._multiplier = state["noisy_steps"], state["multiplier"]
-        if self._merit is not None:
-            self._merit.load_state_dict(state["merit"])
-
-
 StepSizePolicy: TypeAlias = GivenSizes
-"""Where the step sizes of a run come from; :class:`MeasuredSizes` finds some of them."""
+"""Where the step sizes of a run come from; those of "auto" are found, in FoundSizes."""

@@ -27,7 +27,7 @@ from bilevel.variables.sparse import (
     to_row_sparse,
     touched_rows,
 )
-from bilevel.variables.state import Stateful, loaded, saved
+from bilevel.variables.state import Stateful, check_alike, loaded, saved
 from bilevel.variables.table import Table
 from bilevel.variables.variable import Variable
 from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_like
@@ -42,6 +42,7 @@ __all__ = [
     "buffers_copied",
     "buffers_kept",
     "cast_large_gradients",
+    "check_alike",
     "conjugate_gradients",
     "differentiate",
     "empty_row_sharded",

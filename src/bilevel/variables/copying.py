@@ -19,7 +19,7 @@ def copy_tree(
 ) -> Any:
     """A copy of a tree of tensors and modules, on ``device`` (None: where each of them is).
 
-    A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
+    A tensor or module that occurs twice stays one: whatever is tied is tied in every copy.
 
     Args:
         tree: what is copied.
@@ -44,12 +44,7 @@ def copy_tree(
             copies.update((id(p), p) for p in frozen if id(p) not in moved)
         copies[id(node)] = _copy_module(node, copies, device)
 
-    def copy_of(node: Tensor | nn.Module) -> Any:
-        found = copies[id(node)]
-        # One torch.zeros(3) given for two parts of a tree is two variables.
-        return found if isinstance(node, nn.Module | nn.Parameter) else found.clone()
-
-    return map_tree(tree, copy_of)
+    return map_tree(tree, lambda node: copies[id(node)])
 
 
 def _copy_module(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, TiedWarning, warn
 from bilevel.variables.table import Table
 
 
@@ -22,6 +22,23 @@ def find_leaves(nodes: Iterable[tuple[str, Tensor | nn.Module]]) -> list[tuple[s
             if leaf.requires_grad or isinstance(node, Table):
                 named.setdefault(id(leaf), (f"{path}.{name}", leaf))
     return list(named.values())
+
+
+def warn_of_ties(nodes: Iterable[tuple[str, Tensor | nn.Module]]) -> None:
+    """Warn of tensors that stand twice, unless they require gradients as parameters do.
+
+    That is how parameters are tied, but ``[torch.zeros(3)] * 2`` may be meant as two variables.
+    """
+    first: dict[int, str] = {}
+    for path, node in nodes:
+        before = first.setdefault(id(node), path)
+        if before != path and isinstance(node, Tensor) and not node.requires_grad:
+            warn(
+                TiedWarning(
+                    f"{before} and {path} are one tensor, and so one variable; give a clone() for "
+                    f"two, or an nn.Parameter where they are to be tied"
+                )
+            )
 
 
 def sparse_parameters(modules: Iterable[nn.Module]) -> set[int]:

@@ -30,7 +30,12 @@ from bilevel.errors import ArgumentError, NonFiniteError, StateError
 from bilevel.variables.copying import check_builder, copy_tree
 from bilevel.variables.gradients import global_norm, largest_entries, longest_step, require_finite
 from bilevel.variables.layout import Layout
-from bilevel.variables.leaves import check_tensors, find_leaves, sparse_parameters
+from bilevel.variables.leaves import (
+    check_tensors,
+    find_leaves,
+    sparse_parameters,
+    warn_of_ties,
+)
 from bilevel.variables.shards import local_part, overwrite
 from bilevel.variables.sparse import empty_sparse_gradient, stored_values, sum_gradients
 from bilevel.variables.table import Table
@@ -90,7 +95,7 @@ class Variable:
     def copy_of(cls, value: Any, name: str, device: torch.device | None = None) -> Variable:
         """A copy of ``value`` whose leaves require gradients; ``value`` itself is never touched.
 
-        A parameter or module that occurs twice stays one; a plain tensor that does becomes two.
+        A tensor or module that occurs twice stays one: whatever is tied is tied in every copy.
         If ``value`` is a function, it builds the copy, and again for every clone.
         """
         if callable(value) and not isinstance(value, nn.Module):
@@ -98,6 +103,7 @@ class Variable:
             copied = cls(value(), name)
             copied._build = value
         else:
+            warn_of_ties(walk(value, name))
             copied = cls._copied(value, name, device, share_frozen=True)
         for leaf, sparse, grads in copied._zipped_grads():
             if sparse:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
 from bilevel import F2BA, F2SA, Nesterov, Problem, Solver
@@ -57,6 +58,21 @@ def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
 
 LOWER_DATA = (ROWS, TARGETS + 1, torch.arange(20))
 UPPER_DATA = (ROWS[:7], TARGETS[:7])
+DATA: dict[str, dict[str, Any]] = {
+    "all rows": {"batch_size": None},
+    "a sweep": {"direction_batch_size": "all"},
+    "a sweep in uneven parts": {"direction_batch_size": "all", "chunk_size": 6},
+    "larger batches": {"direction_batch_size": 7, "chunk_size": 3},
+    "a dict of rows": {
+        "lower_data": dict(zip("rti", LOWER_DATA, strict=True)),
+    },
+    "loaders": {
+        "upper_data": DataLoader(TensorDataset(*UPPER_DATA), batch_size=7),
+        "lower_data": DataLoader(TensorDataset(*LOWER_DATA), batch_size=5, shuffle=True),
+        "batch_size": None,
+    },
+    "a loader beside rows": {"lower_data": [LOWER_DATA, tuple(t[:9] for t in LOWER_DATA)]},
+}
 
 
 def solver(method: Any, *, compile: bool, problem: Problem | None = None, **data: Any) -> Solver:

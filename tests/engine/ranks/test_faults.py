@@ -155,6 +155,55 @@ def test_a_bad_number_on_one_rank_stops_all_at_the_same_place(
     assert finite
 
 
+# Objectives that raise
+
+
+def _raising(rank: int, kind: str, method: str, level: str) -> tuple[str, str, int, list[float]]:
+    """On rank 1 an objective raises once, is caught, and the run goes on."""
+    calls = 0
+    own = {"upper": tasks.upper, "lower": tasks.lower}
+
+    def raises(x: Any, y: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 23:
+            raise KeyError("mine")
+        return own[level](x, y, batch)
+
+    data = tasks.samples(1, DOUBLE)
+    solver = bilevel.Solver(
+        bilevel.Problem(**{**own, level: raises}),
+        torch.zeros(SAMPLES, dtype=DOUBLE),
+        START[kind](DOUBLE),
+        upper_data=data,
+        lower_data=data,
+        batch_size=4,
+        **tasks.how(method),
+    )
+    found = ("", "", -1)
+    for _ in range(12):
+        try:
+            solver.step()
+        except (KeyError, bilevel.errors.DistributedError) as error:
+            found = type(error).__name__, str(error), solver.k
+    return *found, solver.x.tolist()
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
+@pytest.mark.parametrize("kind", ["plain tensors", "plain module", "DDP"])
+def test_an_objective_that_raises_on_one_rank_raises_on_all(
+    two: Ranks, kind: str, method: str, level: str
+) -> None:
+    first, second = two.run(_raising, kind, method, level)
+    assert second[:2] == ("KeyError", "'mine'")
+    assert first[0] == "DistributedError"
+    assert "an objective raised on rank 1" in first[1]
+    assert "KeyError: 'mine'" in first[1]
+    assert first[2:] == second[2:]  # and they go on together
+    assert first[2] > 0
+
+
 # What one of them wants, all do
 
 
@@ -172,6 +221,28 @@ def _stopped(rank: int) -> tuple[str, int]:
 
 def test_a_callback_on_one_rank_stops_all(two: Ranks) -> None:
     assert two.run(_stopped) == [("STOPPED", 4)] * 2
+
+
+def _ended(rank: int, **limit: float) -> tuple[str, int]:
+    result = solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=10**5, **limit)
+    return result.outcome.name, result.steps
+
+
+def test_time_and_tolerance_end_all_ranks_after_the_same_step(two: Ranks) -> None:
+    first, second = two.run(_late)
+    assert first == second
+    assert first[0] == "OUT_OF_TIME"
+    first, second = two.run(_at_rest)
+    assert first == second
+    assert first[0] == "CONVERGED"
+
+
+def _late(rank: int) -> tuple[str, int]:
+    return _ended(rank, max_seconds=0.3)
+
+
+def _at_rest(rank: int) -> tuple[str, int]:
+    return _ended(rank, tolerance=0.9, max_seconds=60.0)
 
 
 def _interrupted(rank: int, folder: Path) -> tuple[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import bilevel
 from bilevel import Checkpoint
 from bilevel.errors import CheckpointError, CheckpointWarning, OutputError
 from bilevel.run.checkpoint import Folder, file
+from bilevel.run.checkpoint.lock import LOCK, locked
 from tests.run.checkpoint.test_resume import assert_same, quadratic, stopping_at
 
 OPTIONS = quadratic(bilevel.F2SA(0.5, 0.2))
@@ -263,3 +266,91 @@ def test_an_optimizer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     options = OPTIONS | {"method": bilevel.F2SA(0.5, upper_optimizer=lambda p: Odd(p, lr=0.1))}
     with pytest.raises(bilevel.errors.StateError, match=r"solver/state/x_update/.*/odd is object"):
         bilevel.minimize(**options, steps=2, checkpoint=tmp_path)
+
+
+def saved_run(folder: Path, **options: Any) -> bilevel.Result:
+    problem = bilevel.problems.Quadratic(seed=0)
+    given = {"steps": 3, "checkpoint": folder, **options}
+    return bilevel.minimize(problem, problem.x0, problem.y0, **given)
+
+
+def test_a_second_run_in_the_folder_of_a_first_is_refused(tmp_path: Path) -> None:
+    refused = []
+
+    def begins_another(solver: Any, info: Any) -> None:
+        with pytest.raises(CheckpointError, match=rf"another run \(process {os.getpid()} on"):
+            saved_run(tmp_path)
+        refused.append(info.step)
+
+    saved_run(tmp_path, callback=begins_another)
+    assert refused == [0, 1, 2]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+    saved_run(tmp_path, steps=4)  # the lock is free again
+
+
+def test_a_run_that_fails_frees_its_folder(tmp_path: Path) -> None:
+    def fails(solver: Any, info: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        saved_run(tmp_path, callback=fails)
+    saved_run(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="fork")
+def test_a_child_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path: Path) -> None:
+    """As the workers of a DataLoader, which outlive their parent for a while."""
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "from bilevel.run.checkpoint.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        print(child, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.wait()
+    try:
+        assert (tmp_path / LOCK).exists()
+        with locked(tmp_path):
+            pass
+        assert not (tmp_path / LOCK).exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_in_another_process_is_refused_and_named(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys\n"
+        "from bilevel.run.checkpoint.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(CheckpointError, match=rf"process {process.pid} on .*name another"):
+            saved_run(tmp_path)
+        process.stdin.close()
+    saved_run(tmp_path)
+
+
+def test_where_the_system_has_no_flock_a_file_is_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bilevel.run.checkpoint.lock.fcntl", None)
+    with locked(tmp_path), pytest.raises(CheckpointError, match=r"remove \.lock"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass

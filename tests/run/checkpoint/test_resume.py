@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 import re
 from functools import partial
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel
 from benchmarks.kill_resume import TASKS, digest
 from bilevel import F2SA, Checkpoint, Outcome, Problem, Solver, Table
-from bilevel.errors import CheckpointError, CheckpointWarning
+from bilevel.errors import CheckpointError, CheckpointWarning, StateError
 from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
 from bilevel.run.checkpoint import read, write
@@ -452,3 +453,113 @@ def test_bad_choices_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Checkpoint(**{"folder": "run", **options})
     assert dataclasses.is_dataclass(Checkpoint)
+
+
+class Outside:
+    """A loop of somebody else's, which hands its batch on."""
+
+    def __init__(self, batch: Tensor) -> None:
+        self.batch = batch
+
+    def solver(self, **more: Any) -> Solver:
+        problem = Problem(
+            lambda x, y, batch: ((y - 1) ** 2).mean(),
+            lambda x, y, batch: ((y - x - batch) ** 2).mean(),
+        )
+        method = F2SA(0.1, 0.1, inner_steps=2)
+        return Solver(
+            problem, torch.zeros(2), torch.zeros(2), method=method, **more,
+            lower_data=lambda _: self.batch,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"upper_data": torch.randn(9, 2), "batch_size": 3}], ids=["alone", "beside rows"]
+)
+def test_a_run_on_batches_from_outside_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
+    batches = [torch.full((3, 2), float(k)) for k in range(8)]
+
+    def steps(outside: Outside, solver: Solver, part: list[Tensor]) -> None:
+        for batch in part:
+            outside.batch = batch
+            solver.step()
+
+    outside = Outside(batches[0])
+    solver = outside.solver(**more)
+    steps(outside, solver, batches[:4])
+    solver.save(tmp_path / "state")
+    solver.lower_solution()  # leaves the run where it is
+    steps(outside, solver, batches[4:])
+    later = Outside(torch.randn(3, 2))
+    again = later.solver(**more)
+    again.load(tmp_path / "state")
+    steps(later, again, batches[4:])
+    assert torch.equal(again.x, solver.x)
+    assert torch.equal(again.y, solver.y)
+
+
+FORGED: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
+    "steps taken": (("solver", "state", "k"), [-5, "abc", None, 2.5, [], torch.zeros(2)]),
+    "a rate": (
+        ("solver", "state", "policy", "found", "drift"), ["abc", None, [], torch.zeros(2)]
+    ),
+    "all rates": (("solver", "state", "policy", "found"), [{}, [], 5]),
+    "indices used": (("solver", "draw", "lower", "used"), [-5, 10**15, "abc", None, 0.5, []]),
+    "indices drawn": (("solver", "draw", "lower", "block"), [-5, "abc", None, []]),
+    "a generator": (("solver", "draw", "lower", "generator"), [-5, torch.zeros(0)]),
+    "the rows of signs": (("run", "guard", "signs", "rows"), ["abc", None, []]),
+    "the seconds": (("run", "clock", "seconds"), ["abc", [], torch.zeros(2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_files_with_a_right_checksum_are_refused(name: str, tmp_path: Path) -> None:
+    rows = torch.linspace(-1, 1, 30).reshape(10, 3)
+    problem = Problem(
+        lambda x, y, batch: ((y - 1 - batch) ** 2).mean(),
+        lambda x, y, batch: ((y - x - batch) ** 2).mean(),
+    )
+
+    def run(folder: Path, steps: int) -> bilevel.Result:
+        return bilevel.minimize(
+            problem, torch.zeros(3), torch.zeros(3), steps=steps, checkpoint=folder,
+            upper_data=rows, lower_data=rows, batch_size=4,
+        )  # fmt: skip
+
+    run(tmp_path / "good", 3)
+    (file,) = (tmp_path / "good").glob("*3.safetensors")
+    path, values = FORGED[name]
+    for number, value in enumerate(values):
+        content = read(file)
+        part = content
+        for key in path[:-1]:
+            part = part[key]
+        assert path[-1] in part
+        part[path[-1]] = value
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / file.name, content)
+        with pytest.raises(CheckpointError, match="was refused"):
+            run(folder, 5)
+
+
+def test_a_type_of_tensors_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", {"part": {"dtype": torch.float32}})
+    data = (tmp_path / "a").read_bytes()[:-32].replace(b"float32", b"float33")
+    (tmp_path / "a").write_bytes(data + hashlib.sha256(data).digest())
+    with pytest.raises(CheckpointError, match="'float33' is not a type of tensors"):
+        read(tmp_path / "a")
+
+
+def test_a_forged_position_in_a_list_of_batches_is_refused() -> None:
+    def solver() -> Solver:
+        problem = Problem(
+            lambda x, y, b: ((y - 1) ** 2).mean(), lambda x, y, b: ((y - x) ** 2).mean()
+        )
+        return Solver(problem, torch.zeros(1), torch.zeros(1), lower_data=[torch.zeros(1)] * 4)
+
+    for position in (-1, 10**12, "abc", None):
+        state = solver().state_dict()
+        state["draw"]["lower"]["position"] = position
+        with pytest.raises(StateError):
+            solver().load_state_dict(state)

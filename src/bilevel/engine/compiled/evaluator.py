@@ -35,11 +35,11 @@ from bilevel.engine.compiled.tracing import NotCompiledError, Ready, Traced
 from bilevel.engine.eager import EagerEvaluator, can_defer
 from bilevel.engine.execution import Execution
 from bilevel.engine.report import info_of
-from bilevel.errors import CompileWarning, warn
+from bilevel.errors import CompileWarning, NonFiniteError, warn
 from bilevel.methods import Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.sampling import Sample
-from bilevel.stepping import GivenSizes, StepSizes
+from bilevel.stepping import StepSizes
 from bilevel.variables import buffers_kept, frozen
 
 MOST_BEGUN = 16
@@ -93,9 +93,10 @@ class CompiledEvaluator(EagerEvaluator):
         super().__init__(evaluator.problem, draw, execution, defers=defers)
         self._step = step
         self._state = state
+        state.policy.without_pace()
         # the structure of a step depends on no rate, so any will do to record it
         plan = self._plan = record(self, step, state, StepSizes(1.0, 1.0, 1.0, 1.0))
-        phi = self._phi = plan.descent.phi
+        self._phi = phi = plan.descent.phi
         self._one_part = draw.direction_batch_size is None and not plan.single_pass
         # whether every step runs the same code on the same tensors
         self._planned = Feed.possible(draw) and (
@@ -122,8 +123,8 @@ class CompiledEvaluator(EagerEvaluator):
         self._reporting = traced(pieces.report)
 
         self._works = True
-        # "auto" evaluates the objectives, and an optimizer may do anything
-        self._simple = type(state.policy) is GivenSizes and state.x_update.plain
+        # an optimizer may do anything
+        self._simple = state.x_update.plain
         self._asks = True
         self._unchanged = False
         self._dialled: StepSizes | None = None
@@ -146,7 +147,8 @@ class CompiledEvaluator(EagerEvaluator):
     @property
     def closed(self) -> bool:  # type: ignore[override]
         """Whether the next step runs compiled code alone, which draws nothing at random."""
-        return self._simple and self._works and not self._asks
+        looks = self._state.policy.looks_next(self._state)
+        return self._simple and self._works and not self._asks and not looks
 
     @contextmanager
     def assume_unchanged(self) -> Iterator[None]:
@@ -159,6 +161,12 @@ class CompiledEvaluator(EagerEvaluator):
 
     def outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
         """One outer step; on a GPU it may return before it is computed, see :meth:`settle`."""
+        try:
+            return self._outer_step(step, state, measure=measure)
+        except NonFiniteError:
+            return self.taken_back(state, measure=measure)
+
+    def _outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
         phases = None
         if self._works and self._planned:
             try:
@@ -182,8 +190,10 @@ class CompiledEvaluator(EagerEvaluator):
         if not complete:
             return self._take_rest(self._begun.pop())
         upper_lr = plan.upper_lr
-        if not state.x_update.plain:
+        if state.policy.due or not state.x_update.plain:
             state.x.set_grads([part.clone() for part in self._pieces.slope])
+            if state.policy.due:
+                upper_lr = state.policy.judge(self, state, self._phi, 1.0)
             upper_lr = state.x_update.choose(upper_lr)
             state.x_update.apply(upper_lr)
         info = self._info(plan, upper_lr, measure)

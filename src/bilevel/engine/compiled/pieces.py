@@ -13,6 +13,7 @@ from bilevel.engine.report import wanted
 from bilevel.methods import Descent, State
 from bilevel.problem import Evaluation, Level, Projection, Term
 from bilevel.sampling import Sample
+from bilevel.stepping import GivenSizes
 from bilevel.variables import Variable, largest_entries, longest_step
 
 
@@ -56,6 +57,7 @@ class Pieces:
         self._copies = [move.variable for move in descent.moves]
         self._feed = feed
         self._moves_x = state.x_update.plain
+        self._keeps_slope = not (self._moves_x and type(state.policy) is GivenSizes)
         self._x_set = problem.x_projections(state.x)
         self._y_sets = [problem.y_projections(point) for point in phi.points]
         device = state.x.device
@@ -211,7 +213,7 @@ class Pieces:
         fine = fine & also_fine
         if self._moves_x:
             move(self._phi.x, end, fine)
-        else:
+        if self._keeps_slope:
             for total, whole in zip(self.slope, slope, strict=True):
                 total.copy_(whole)
         self.fine.copy_(fine)

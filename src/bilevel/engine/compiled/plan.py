@@ -49,6 +49,7 @@ class Plan:
             lower_lr=self.lower_lr,
             multiplier=self.multiplier,
             also=evaluator.direction(self.descent.phi, last),
+            phi=self.descent.phi,
         )
 
 
@@ -100,6 +101,7 @@ class _Recorder(Evaluator):
         gain: Number = 1.0,
         also: Descent | None = None,
         averaged: bool = False,
+        phi: Phi | None = None,
     ) -> Info:
         if gain != 1.0 or also is not self._last or averaged:
             _no_compiled_form()

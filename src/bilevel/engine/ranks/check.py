@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.ranks.group import Ranks
-from bilevel.errors import NonFiniteError
+from bilevel.errors import DistributedError, NonFiniteError
 from bilevel.problem import Number
 from bilevel.variables import Averaging, Variable, largest_entries, stored_values
 
@@ -19,14 +19,23 @@ class RanksCheck(FiniteCheck):
     """Averages gradients over the ranks, and checks that the numbers of all ranks are finite.
 
     A bad number is noted, and reduced with the next gradients. Once one rank has met one, all raise
-    :class:`~bilevel.errors.NonFiniteError`, at the same place.
+    :class:`~bilevel.errors.NonFiniteError`, at the same place. Where an objective raised on one,
+    which then goes on with NaN, that rank raises what its objective raised, and the others a
+    :class:`~bilevel.errors.DistributedError` that says what it was.
     """
 
     def __init__(
-        self, step: int, ranks: Ranks, *, at_once: bool, before: FiniteCheck | None = None
+        self,
+        step: int,
+        ranks: Ranks,
+        failures: list[Exception],
+        *,
+        at_once: bool,
+        before: FiniteCheck | None = None,
     ) -> None:
         super().__init__(step, at_once=False, before=before)
         self._ranks = ranks
+        self._failures = failures
         self._stops = at_once
 
     def gradients(
@@ -76,9 +85,19 @@ class RanksCheck(FiniteCheck):
             super().read()
         if self._fine is None:  # the same on every rank, once it was reduced
             return
+        failed = [f"{type(error).__name__}: {error}" for error in self._failures]
+        told = self._ranks.gather((self._first_bad(), failed))
+        if self._failures:
+            error = self._failures[0]
+            self._failures.clear()
+            raise error
+        for rank, (_, reasons) in enumerate(told):
+            if reasons:
+                raise DistributedError(
+                    f"an objective raised on rank {rank} at step {self._step}: {reasons[0]}"
+                )
         # all ranks make the same notes; the earliest bad one is the cause of the others
-        found = [bad for bad in self._ranks.gather(self._first_bad()) if bad is not None]
-        raise NonFiniteError(self._step, min(found)[1])
+        raise NonFiniteError(self._step, min(bad for bad, _ in told if bad is not None)[1])
 
     def _split(
         self, variable: Variable, tensors: list[Tensor], averaged: bool

@@ -14,7 +14,7 @@ from bilevel.methods import State
 from bilevel.methods.descent import DescentMethod
 from bilevel.problem import Number, Objectives, Problem, Projection
 from bilevel.stepping import GivenSizes, StepSizes, Update
-from bilevel.stepping.merit import Iterate
+from bilevel.stepping.policy import Iterate
 from bilevel.variables import Variable
 
 

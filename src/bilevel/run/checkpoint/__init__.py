@@ -3,6 +3,7 @@
 - ``file``: one file of one process;
 - ``shared``, ``storage``: a checkpoint of several ranks;
 - ``folder``: the checkpoints of a run;
+- ``lock``: one run at a time in a folder;
 - ``settings``: what made a checkpoint, so that those of other runs are refused;
 - ``signals``: Ctrl-C and SIGTERM, which end a run after its step.
 """

@@ -273,7 +273,7 @@ def _unpacked_tensor(node: dict[str, Json], tensors: Mapping[str, Tensor]) -> Te
 
 def dtype_of(name: str) -> torch.dtype:
     """The tensor type with that name."""
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a type of tensors")
     return dtype

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,8 @@ from bilevel.errors import (
 )
 from bilevel.errors.checks import check_count, checked_number
 from bilevel.run.checkpoint.file import PART
-from bilevel.run.checkpoint.shared import read_any, remove, write_any
+from bilevel.run.checkpoint.lock import locked
+from bilevel.run.checkpoint.shared import on_every_rank, read_any, remove, write_any
 
 _NAME = re.compile(r"step-(\d{12,})(\.safetensors)?")
 
@@ -42,8 +43,8 @@ class Checkpoint:
     program has no handlers of its own.)
 
     Args:
-        folder: the folder of this run alone; it is made if it is not there. On several ranks, one
-            that all of them can see.
+        folder: the folder of this run alone; it is made if it is not there, and locked while the
+            run is in it. On several ranks, one that all of them can see.
         every_steps: save whenever so many steps were taken. None: not by steps.
         every_seconds: save when so many seconds have passed. None: not by time. A run is saved at
             its start and at its end in any case.
@@ -114,6 +115,24 @@ class Folder:
         self._saved_at = clock()
         self._saved_step = -1
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other run may use the folder, which is made if it is not there.
+
+        Raises:
+            CheckpointError: another run uses it; on every rank.
+            OutputError: the folder cannot be one.
+        """
+        with ExitStack() as held:
+
+            def lock() -> None:
+                if self._ranks is None or self._ranks.rank == 0:
+                    self._make()
+                    held.enter_context(locked(self.path))
+
+            on_every_rank(self._ranks, lock)
+            yield
+
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest file that can be read, and what is in it; None: there are no files.
 
@@ -153,18 +172,22 @@ class Folder:
 
     def _tidied(self) -> dict[int, Path]:
         """The checkpoints by their steps; what a run that was killed left is removed."""
+        files = self._make()
+        for part in self.path.glob(f".step-*{PART}"):
+            with suppress(OSError):  # the folder may be read-only
+                remove(part)
+        return files
+
+    def _make(self) -> dict[int, Path]:
+        """The checkpoints by their steps, in a folder that is there from now on."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            files = self._files()
+            return self._files()
         except OSError as error:
             raise OutputError(
                 f"checkpoint={str(self.path)!r} cannot be used as a folder: "
                 f"{error.strerror or error}"
             ) from error
-        for part in self.path.glob(f".step-*{PART}"):
-            with suppress(OSError):  # the folder may be read-only
-                remove(part)
-        return files
 
     def due(self, step: int) -> bool:
         """Whether to save now, after so many steps."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from bilevel.problem import Level
+from bilevel.run.advice import Choices, Source, choices_of, listed
 from bilevel.run.divergence.signs import OUTGROWN, Sign, Symptom
 from bilevel.run.solver import Solver
 from bilevel.stepping import StepSizes, Update, slope_of, steepest_curvature
@@ -44,25 +45,39 @@ class Overlong:
     """A step of y beyond 2/L.
 
     Attributes:
-        argument: the argument that gives the step.
+        penalty: whether it is that of the penalised copy, which has a rate of its own.
         rate: the length of the step.
         curvature: L, of the function that the step descends on.
+        choices: what the user set.
     """
 
-    argument: str
+    penalty: bool
     rate: float
     curvature: float
+    choices: Choices
 
     def diagnosis(self, seen: str) -> Diagnosis:
         """The same in words."""
+        longest = 1 / self.curvature
+        if self.penalty:
+            name, advice = "penalty_lr", [f"use penalty_lr={longest:.2g} or less", "leave it out"]
+        else:
+            name, advice = _step_of_y(self.choices), self.choices.shorter(Level.LOWER, longest)
         return Diagnosis(
             seen,
-            f"{self.argument} is {self.rate:.3g}, beyond 2/L = {2 / self.curvature:.3g} for the "
-            f"curvature L = {self.curvature:.3g} that the lower steps meet, so that each step "
-            f"overshoots by more than it corrects",
-            f"use {self.argument}={1 / self.curvature:.2g} (1/L) or less, or lower_lr='auto'",
+            f"{name} is {self.rate:.3g}, beyond 2/L = {2 * longest:.3g} for the curvature L = "
+            f"{self.curvature:.3g} that the lower steps meet, so that each step overshoots by more "
+            f"than it corrects",
+            f"{listed(advice)} (1/L is {longest:.2g})",
             (Level.LOWER,),
         )
+
+
+def _step_of_y(choices: Choices) -> str:
+    """What gives the length of the lower step, in words."""
+    if choices.lower is Source.OPTIMIZER:
+        return "the lr of lower_optimizer"
+    return "the step of y that was found" if choices.lower is Source.FOUND else "lower_lr"
 
 
 class Probe:
@@ -84,18 +99,17 @@ class Probe:
     def longest_step(self, *, smallest: float) -> Overlong | None:
         """The longest step of y, if it is certainly beyond ``smallest`` times 2/L."""
         method, now = self._solver.method, step_sizes(self._solver)
-        lower = _lower_step(self._solver)
-        if now is None or lower is None:
+        rate, choices = _lower_step(self._solver), choices_of(self._solver)
+        if now is None or rate is None:
             return None
-        name, rate = lower
         g = abs(self.steepest)
         met = g
         if hasattr(method, "stiffness"):
             met = method.stiffness(g, self._of_f, float(now.multiplier))
         own = getattr(method, "penalty_lr", None) is not None
         found = max(
-            Overlong(name, rate, g if own else met),
-            Overlong("penalty_lr", float(now.penalty), met if own else 0.0),
+            Overlong(False, rate, g if own else met, choices),
+            Overlong(True, float(now.penalty), met if own else 0.0, choices),
             key=lambda step: step.rate * step.curvature,
         )
         beyond = found.rate * found.curvature > 2 * smallest * CURVATURE_MARGIN
@@ -151,22 +165,37 @@ def diagnose(solver: Solver, sign: Sign, multiplier_growth: float) -> Diagnosis:
     found = measured_cause(solver, sign.text)
     if found is not None:
         return found
-    now = step_sizes(solver)
+    now, choices = step_sizes(solver), choices_of(solver)
     if multiplier_growth >= OUTGROWN and now is not None:
+        scheduled = callable(getattr(solver.method, "multiplier", None))
+        slower = ["let it grow more slowly"] if scheduled else choices.bounds(Level.UPPER)
+        if choices.upper is Source.GIVEN:
+            slower += ["let upper_lr fall as it grows"]
         return Diagnosis(
             sign.text,
-            f"the multiplier, now {now.multiplier:.3g}, has grown {multiplier_growth:.3g}-fold "
-            f"over half of the run and outgrows the steps, because it multiplies all that y and z "
-            f"lag behind by",
-            "let it grow more slowly, let upper_lr fall as it grows, or take more inner_steps",
+            f"the multiplier, {'now' if scheduled else 'which was raised to'} "
+            f"{now.multiplier:.3g}, has grown {multiplier_growth:.3g}-fold over half of the run "
+            f"and outgrows the steps, because it multiplies all that y and z lag behind by",
+            listed([*slower, *choices.better_fitted, "start from another x0 or y0"]),
             (Level.UPPER,),
         )
     if sign.symptom is Symptom.LAGGING:
+        longer = {
+            Source.GIVEN: ["use a larger lower_lr"],
+            Source.OPTIMIZER: ["give lower_optimizer a larger learning rate"],
+        }.get(choices.lower, [])
         return Diagnosis(
             sign.text,
             "z, which is to solve the lower level, does not keep up, and the direction of x is "
             "mostly its error",
-            "use a larger lower_lr or more inner_steps, or a smaller upper_lr",
+            listed(
+                [
+                    *longer,
+                    *choices.better_fitted,
+                    *choices.shorter(Level.UPPER)[:1],
+                    "start from a y0 that is nearer to the lower solution of x0",
+                ]
+            ),
             (Level.UPPER,),
         )
     return _upper_too_long(solver, sign.text)
@@ -174,40 +203,40 @@ def diagnose(solver: Solver, sign: Sign, multiplier_growth: float) -> Diagnosis:
 
 def _upper_too_long(solver: Solver, seen: str) -> Diagnosis:
     """What is left where the lower steps are not to blame, or cannot be judged."""
-    now = step_sizes(solver)
+    now, choices = step_sizes(solver), choices_of(solver)
     rate = math.nan if now is None else float(now.upper)
-    given = not math.isnan(rate) and getattr(solver.method, "upper_optimizer", None) is None
+    given = choices.upper is Source.GIVEN and not math.isnan(rate)
     named = f"upper_lr={rate:.3g}" if given else "the step of x"
-    smaller = f"use upper_lr={rate / 4:.2g} or less" if given else "use a smaller step of x"
+    shorter = choices.shorter(Level.UPPER, rate / 4 if given else None)
     if _can_probe(solver) and _lower_step(solver) is not None:
         return Diagnosis(
             seen,
             f"{named} is too long for F (the lower steps are within 2/L, so it is x that goes too "
             f"far)",
-            f"{smaller}, or more inner_steps",
+            listed([*shorter, *choices.better_fitted] or ["start from another x0 or y0"]),
             (Level.UPPER,),
         )
     return Diagnosis(
         seen,
         f"{named} or that of y is too long (which of them cannot be told: the curvature cannot be "
         f"measured on this data, or an optimizer makes other steps of y than its rate says)",
-        f"{smaller}, or a smaller one of y",
+        listed([*shorter, *choices.shorter(Level.LOWER)] or ["start from another x0 or y0"]),
         BOTH_LEVELS,
     )
 
 
-def _lower_step(solver: Solver) -> tuple[str, float] | None:
-    """The argument that gives the step of y, and its length; None: it is not a plain step."""
+def _lower_step(solver: Solver) -> float | None:
+    """The length of the step of y; None: it is not a plain step."""
     optimizers = [update.optimizer for update in updates_of(solver, Level.LOWER)]
     now = step_sizes(solver)
     if now is None:
         return None
     if not any(optimizers):
-        return "lower_lr", float(now.lower)
+        return float(now.lower)
     (first, *_) = (optimizer for optimizer in optimizers if optimizer is not None)
     (group, *_) = first.param_groups
     if type(first) is torch.optim.SGD and not group["momentum"]:
-        return "the lr of lower_optimizer", float(group["lr"])
+        return float(group["lr"])
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from bilevel.errors import DivergenceError, DivergenceWarning, NonFiniteError, RunError, warn
 from bilevel.problem import Level
+from bilevel.run.advice import Source, choices_of, finds_a_rate, source_of
 from bilevel.run.divergence.diagnosis import (
     BOTH_LEVELS,
     Diagnosis,
@@ -13,12 +14,10 @@ from bilevel.run.divergence.diagnosis import (
     measured_cause,
     probing,
     slow_down,
-    updates_of,
 )
 from bilevel.run.divergence.signs import BLOCK, Signs
 from bilevel.run.history import Recorder
 from bilevel.run.solver import Solver
-from bilevel.stepping import AdaptiveUpdate
 from bilevel.variables import Stateful, saved
 
 Reaction: TypeAlias = Literal["raise", "warn", "backtrack"]
@@ -37,6 +36,20 @@ NOISY_SAMPLE = 2.0
 LARGEST_PROBE = 1 << 20
 """The curvature is not measured where y has more numbers than this."""
 
+LARGEST_KEPT = 1 << 24
+"""A state with more numbers than this is only kept to go back to where that is asked for: it takes
+the memory of one more copy of all that the run carries."""
+
+
+def default_reaction(solver: Solver) -> Reaction:
+    """What is done unless ``on_divergence`` says something.
+
+    Steps that the library found are its own to correct; those that were given are the user's.
+    """
+    numbers = sum(leaf.numel() for v in solver.state.variables() for leaf in v.leaves)
+    keeps = finds_a_rate(solver.method) and numbers <= LARGEST_KEPT
+    return "backtrack" if keeps else "warn"
+
 
 class Guard:
     """Inspects a run now and then, and does what ``on_divergence`` says where it diverges.
@@ -45,20 +58,23 @@ class Guard:
         solver: the run.
         recorder: its history.
         others: whatever else goes back when the run does.
-        reaction: "raise", "warn" or "backtrack".
+        reaction: "raise", "warn" or "backtrack"; None: as :func:`default_reaction` says, and where
+            going back no longer helps, warn and go on.
 
     Attributes:
+        reaction: what is done.
         diverged: whether the last inspection found that the run diverges.
     """
 
     def __init__(
-        self, solver: Solver, recorder: Recorder, others: Stateful, reaction: Reaction
+        self, solver: Solver, recorder: Recorder, others: Stateful, reaction: Reaction | None
     ) -> None:
         self._solver = solver
         self._recorder = recorder
         self._others = others
-        self._reaction = reaction
-        adaptive = any(isinstance(u, AdaptiveUpdate) for u in updates_of(solver, Level.UPPER))
+        self.reaction = reaction or default_reaction(solver)
+        self._insists = reaction is not None
+        adaptive = source_of(solver.method, Level.UPPER) is Source.FOUND
         self._signs = Signs(
             scheduled=callable(getattr(solver.method, "multiplier", None)),
             patience=PATIENCE if adaptive else 0,
@@ -75,7 +91,7 @@ class Guard:
 
     def begin(self) -> None:
         """Keep the start, so that a run can go back to it."""
-        if self._reaction == "backtrack" and self._good is None:
+        if self.reaction == "backtrack" and self._good is None:
             self._keep()
 
     def look(self) -> None:
@@ -96,14 +112,16 @@ class Guard:
             found = diagnose(self._solver, sign, self._signs.multiplier_growth)
         before, self.diverged = self.diverged, found is not None
         if found is None:
-            if self._reaction == "backtrack" and self._signs.calm:
+            if self.reaction == "backtrack" and self._signs.calm:
                 self._keep()
-        elif self._reaction == "warn":
+        elif self.reaction == "backtrack" and self._go_back(str(found), *found.levels):
+            return
+        elif self.reaction == "warn" or not self._insists:
             if not before:
                 warn(
                     DivergenceWarning(f"the run seems to diverge at step {self._solver.k}: {found}")
                 )
-        elif self._reaction == "raise" or not self._go_back(str(found), *found.levels):
+        else:
             error = DivergenceError(self._solver.k, str(found))
             error.state = self._solver.state_dict()
             raise error
@@ -115,11 +133,13 @@ class Guard:
         """
         if not isinstance(error, NonFiniteError):
             return False
-        found = measured_cause(self._solver, f"{error.quantity} is not finite")
+        seen = f"{error.quantity} is not finite"
+        found = measured_cause(self._solver, seen)
         if found is not None:
             error.diagnosis = f"{found.cause}. What helps: {found.advice}"
+        error.advice = choices_of(self._solver).against_overflow
         levels = BOTH_LEVELS if found is None else found.levels
-        return self._reaction == "backtrack" and self._go_back(str(found or error), *levels)
+        return self.reaction == "backtrack" and self._go_back(str(found or seen), *levels)
 
     def _overlong(self, rows: int) -> Diagnosis | None:
         """Whether the steps of y are too long, though nothing runs away."""
@@ -150,7 +170,7 @@ class Guard:
         diverged = self._solver.k
         self._halved += 1
         self._halved_since += levels
-        self._solver.load_state_dict(self._good["solver"])
+        self._solver.go_back_to(self._good["solver"])
         self._others.load_state_dict(self._good["others"])
         self._recorder.forget(self._good["rows"])
         self._signs.load_state_dict(self._good["signs"])

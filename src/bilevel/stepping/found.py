@@ -1,0 +1,582 @@
+"""``"auto"``: step sizes that are found on the way, and steps of x that are tested.
+
+*The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
+of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
+step and one at every *look*. Where nothing is sampled, the copies of F2SA also feel the
+curvature of their own path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples
+disagree, what is left to gain is hidden in the noise; the step is then divided by sqrt(1 + n/10),
+where n counts the steps taken in that condition.
+
+*The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
+is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
+solution for methods without a Phi. Errors of y and z change Phi to second order only. Under noise
+it is the mean over a fixed probe of minibatches, and the differences on each of them say how sure
+it is. The test is failed if
+
+    the merit rose by more than a tenth of what the direction had promised, beyond three standard
+    errors and what it drifts by while x rests;
+    or y met a curvature more than four times that at the start of the window;
+    or the copies of y could not settle; or a number was not finite.
+
+Then x and all copies of y go back to where the window began, and x rests for one outer step, in
+which the merit there is measured anew. If the step has failed against that too, it is shortened: to
+the minimum of the parabola through the two values and the slope, between a tenth and a half.
+
+After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where d and d' are the
+directions at the two ends and s the way between them, but at most twice the last step. Under noise
+the step doubles where the merit fell by more than its standard error, and else shrinks, by a fifth
+in 64 steps: what x gains is then no more than what noise takes. It is never less than a thousandth
+of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps.
+
+The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
+a test sees only what the probe shows, no entry of x moves by more than four times the root mean
+square of all, or four units if that is more.
+
+*The multiplier* starts at the number that is given (10), or at ten times the ratio of the
+curvatures of f and g if that is more. It is raised where f, seen from the two ends of the finite
+difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x, z)||; and
+since y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x
+direction does not jump. A multiplier that is a function of k is followed as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import FlatWarning, StateError, warn
+from bilevel.problem import FORWARD, Level, Objectives, Phi
+from bilevel.sampling import Rewind
+from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
+from bilevel.stepping.pace import Pace
+from bilevel.stepping.policy import GivenSizes, Iterate
+from bilevel.stepping.rates import Rates, StepSizes
+from bilevel.variables import Variable, buffers_kept, flatten, saved
+
+FIRST_POWER_STEPS = 8
+REFERENCE_INNER_STEPS = 10
+"""Windows are counted in outer steps of so many inner steps: fewer do not let y follow x."""
+
+LONGEST_WINDOW = 64
+"""Beyond this a look costs next to nothing, and a window that fails costs much."""
+
+GROWING_WINDOW = 8
+"""While the step still grows, windows are short: a look then costs about a step."""
+
+WINDOW_OF_GIVEN_STEPS = 8
+"""The longest window where the steps of x are given, which nothing tests."""
+
+FALLBACK_RATE = 0.1
+SLOPE_CHANGE = 0.2
+FIRST_SHARE = 0.1
+TOLERATED = 0.1
+SURE = 3.0
+STEEPER = 4.0
+LEAST_SHARE = 1e-3
+LONGEST_MOVE = 4.0
+"""In units of x: from one end of a sigmoid to the other."""
+
+MOST_RESTS = 10
+"""At the start, until y is near the lower solution; later three are enough to tell."""
+
+LATER_RESTS = 3
+
+MOST_RETURNS = 30
+"""After so many returns in a row the step is next to nothing, and shortening it does not help."""
+
+Stiffness: TypeAlias = Callable[[float, float, float], float]
+"""From the curvatures of g and f and the multiplier to the curvature that the lower steps meet."""
+
+
+@dataclass
+class Numbers:
+    """What the policy remembers, apart from tensors.
+
+    Attributes:
+        upper: the step of x.
+        first: the first one.
+        window: outer steps from one look to the next.
+        since: those taken since the last look.
+        looks: how many there were.
+        rests: how many looks x has rested for.
+        drift: by how much the merit changed while x rested.
+        last: the merit at the last look at which x rested.
+        failed: the merit that failed the test; NaN: none did.
+        uncertain: three standard errors of the difference that failed.
+        promised: the decrease that was promised then.
+        noisy: the outer steps in which noise hid what y has left to gain.
+        multiplier: the raised one.
+        steepness: the curvature that the lower steps meet.
+        returns: how often x went back since a window last passed.
+        measuring: whether x rests until its merit is known.
+    """
+
+    upper: float = math.nan
+    first: float = 0.0
+    window: int = 1
+    since: int = 0
+    looks: int = 0
+    rests: int = 0
+    drift: float = 0.0
+    last: float = math.nan
+    failed: float = math.nan
+    uncertain: float = 0.0
+    promised: float = 0.0
+    noisy: float = 0.0
+    multiplier: float = 0.0
+    steepness: float = 0.0
+    returns: int = 0
+    measuring: bool = True
+
+
+@dataclass
+class Reference:
+    """Where a window began.
+
+    Attributes:
+        x: the upper variable, flat.
+        places: the leaves and buffers of x and of all copies of y.
+        direction: that of x.
+        merits: on each minibatch of the probe; empty where the data cannot be sampled again.
+        steepness: the curvature that the lower steps met.
+        curvatures: what is known of those of g and f.
+        settled: whether the copies of y had settled; at a kink they never do.
+    """
+
+    x: Tensor
+    places: list[list[Tensor]]
+    direction: Tensor
+    merits: list[float]
+    steepness: float
+    curvatures: list[dict[str, Any]]
+    settled: bool
+
+
+class FoundSizes(GivenSizes):
+    """Step sizes of which at least one is found on the way.
+
+    Args:
+        rates: what is given; the others are found.
+        y: the lower variable.
+        stiffness: of the method; None: its lower steps have a rate of their own.
+        raises: whether the multiplier may be raised.
+        inner_steps: T.
+        follows_path: whether the method's lower steps can be those of a :class:`Pace`.
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        y: Variable,
+        *,
+        stiffness: Stiffness | None,
+        raises: bool,
+        inner_steps: int,
+        follows_path: bool = False,
+    ) -> None:
+        super().__init__(rates)
+        self._stiffness = stiffness
+        self._raises = raises
+        self._inner_steps = inner_steps
+        self._unit = -(-REFERENCE_INNER_STEPS // inner_steps)
+        self._curvatures = [Curvature(y, seed) for seed in range(0 if stiffness is None else 2)]
+        self._tests = rates.upper is None
+        self._follows_path = follows_path and stiffness is not None
+        self._noisy: bool | None = None
+        self._numbers = Numbers(window=self._unit)
+        self._reference: Reference | None = None
+        self._signal = 0.0
+        self._closing = False
+        self._slope_of_f: Slope | None = None
+
+    def without_pace(self) -> None:
+        self._follows_path, self.pace = False, None
+
+    # Before an outer step
+
+    def looks_next(self, state: Iterate) -> bool:
+        return self._noisy is None or self._look_is_due(state)
+
+    def _look_is_due(self, state: Iterate) -> bool:
+        n = self._numbers
+        return self._closing or state.k == 0 or n.since + 1 >= n.window
+
+    def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
+        n = self._numbers
+        look, self.returned = self._look_is_due(state), False
+        if self._noisy is None:
+            self._noisy = _is_noisy(objectives, state)
+            if self._follows_path and not self._noisy:
+                self.pace = Pace(self._inner_steps)
+        n.since += 1
+        self.due = look and self._tests
+        if look:
+            rewind = Rewind(state.x.device)
+            self._measure(objectives, state)
+            rewind()
+            if not self._tests:
+                n.since, n.window = 0, min(2 * n.window, WINDOW_OF_GIVEN_STEPS * self._unit)
+        if look or self._changes or not self._rates.constant or self.pace is not None:
+            self._set_sizes(state)
+        assert self.current is not None
+        return self.current
+
+    def _set_sizes(self, state: Iterate) -> None:
+        n = self._numbers
+        # a raised multiplier is above the given one, which must not be taken for a decrease
+        now = self._rates.at(state.k, 0.0 if self._raises else state.multiplier)
+        multiplier = max(now.multiplier, n.multiplier) if self._raises else now.multiplier
+        lower, penalty = now.lower, now.penalty
+        if self._stiffness is not None:
+            g, f = (curvature.value for curvature in self._curvatures)
+            n.steepness = self._stiffness(g, f, float(multiplier))
+            lower = self._lower_step()
+            penalty = lower if math.isnan(now.penalty) else now.penalty
+        upper = now.upper
+        if self._tests:
+            moving = not n.measuring and not n.rests and math.isnan(n.failed)
+            upper = n.upper if moving and not self.due else 0.0
+        sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
+        self._changes = False
+        if self.pace is not None:
+            self.pace.begin(float(sizes.lower), self._signal / float(multiplier))
+
+    def _lower_step(self) -> float:
+        n = self._numbers
+        if not (n.steepness > 0 and math.isfinite(n.steepness)):
+            return FALLBACK_RATE  # g is linear in y: no curvature limits the step
+        return 1 / (n.steepness * math.sqrt(1 + n.noisy / (10 * self._unit)))
+
+    def _measure(self, objectives: Objectives, state: Iterate) -> None:
+        """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
+        if self._stiffness is None:
+            return
+        n, y, noisy = self._numbers, state.solution, bool(self._noisy)
+        of_g = self._slopes(objectives, state.x, Level.LOWER)
+        of_f = self._slopes(objectives, state.x, Level.UPPER)
+        lower, upper = _mean_of(of_g), _mean_of(of_f)
+        self._slope_of_f = upper
+        g, f = self._curvatures
+        if not n.looks:
+            g.refine(lower, y, FIRST_POWER_STEPS)
+            f.refine(upper, y, FIRST_POWER_STEPS)
+            n.multiplier = 10 * f.value / g.value if self._raises and g.value > 0 else 0.0
+        else:
+            g.refine(lower, y, 1, noisy=noisy)
+            if n.looks & (n.looks - 1) == 0:  # a power of two
+                f.refine(upper, y, 2, noisy=noisy)
+        if self.pace is not None:
+            self._signal = float(upper(state.penalised or y).norm())
+        if len(of_g) > 1 and n.looks:
+            agreement = cosine(*(slope(y) for slope in of_g))
+            n.noisy += n.since * (1 - max(0.0, agreement))
+        if not self._tests:
+            n.looks += 1
+
+    def _slopes(self, objectives: Objectives, x: Variable, level: Level) -> list[Slope]:
+        """The gradient in y of f or g: on one batch, or on two minibatches that change each look.
+
+        Two say how noisy they are, and that one of them holds an outlier counts for less.
+        """
+        stream, objective = objectives.draw.lower, objectives.g
+        if level is Level.UPPER:
+            stream, objective = objectives.draw.upper, objectives.f
+        batches = [stream.peek()]
+        if not stream.deterministic and stream.probed:
+            probe = stream.probe()
+            places = (2 * self._numbers.looks + i for i in range(min(2, len(probe))))
+            batches = [probe[place % len(probe)] for place in places]
+        return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
+
+    def _raise_multiplier(self, state: Iterate) -> bool:
+        """Make the finite difference finer where f changes its slope within it; whether it did."""
+        if not self._raises or state.penalised is None:
+            return False
+        # on the samples of the last look: to peek at others now would change what is saved
+        slope = self._slope_of_f
+        assert slope is not None, "a look comes before every test"
+        centre = slope(state.solution)
+        change = float((slope(state.penalised) - centre).norm() / centre.norm())
+        if not (change > SLOPE_CHANGE and math.isfinite(change)):
+            return False
+        g, f = (curvature.value for curvature in self._curvatures)
+        # beyond this the difference of two gradients is rounding
+        most = 0.1 * torch.finfo(centre.dtype).eps ** -0.5 * max(1.0, f / g if g > 0 else 1.0)
+        now = float(self.current.multiplier) if self.current is not None else state.multiplier
+        raised = min(now * min(change / SLOPE_CHANGE, 10.0), most)
+        if not raised > now:
+            return False
+        state.contract_copies(now / raised)
+        self._numbers.multiplier = raised
+        self._rest_at_new_start()
+        return True
+
+    def _rest_at_new_start(self) -> None:
+        """The merit is another one from now on: measure it before x moves again."""
+        n = self._numbers
+        n.measuring, n.rests = True, MOST_RESTS - LATER_RESTS
+        n.last = n.failed = math.nan
+
+    # At the end of an outer step: the test
+
+    @torch.no_grad()
+    def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
+        n = self._numbers
+        n.since, n.looks, self._changes = 0, n.looks + 1, True
+        merits, gap = _merits(objectives, state, phi)
+        value = statistics.fmean(merits) if merits else 0.0
+        # z is the minimiser of g, so that a gap below zero is an error of z
+        settled = (self.pace is None or self.pace.settled) and gap >= -TOLERATED * abs(value - gap)
+        direction = gain * flatten(state.x.grads())
+        if not math.isfinite(value):
+            return self._go_back(state, math.inf)
+        before = self._reference
+        if n.measuring or before is None:
+            n.drift = 0.0 if not merits else abs(value - n.last)
+            n.last = value
+            if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
+                n.rests += 1
+                return 0.0
+            n.drift = n.drift if math.isfinite(n.drift) else 0.0
+            return self._go_on(state, direction, merits, settled)
+        if not math.isnan(n.failed):
+            # back where the window began: was it a failure against the merit as it is now?
+            n.drift = abs(value - statistics.fmean(before.merits or [value]))
+            if n.drift > TOLERATED * abs(value):
+                n.upper *= 0.25
+                self._rest_at_new_start()
+                return 0.0
+            rise = n.failed - value
+            if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
+                self._shorten(rise)
+            n.failed = math.nan
+            return self._go_on(state, direction, merits, settled)
+        steeper = self._met() > STEEPER * before.steepness > 0
+        lags = before.settled and not settled
+        if lags and not steeper and n.rests < LATER_RESTS:
+            n.rests += 1
+            return 0.0
+        way = flatten(state.x.leaves) - before.x
+        rises = [here - there for here, there in zip(merits, before.merits, strict=True)]
+        rise = statistics.fmean(rises) if rises else 0.0
+        error = statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
+        n.promised = max(0.0, -float(way @ before.direction))
+        rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
+        slope = float(way @ direction)
+        rose = rise > TOLERATED * n.promised + n.drift + SURE * error + rounding
+        if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= n.promised:
+            rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
+        if rose or steeper or lags:
+            n.uncertain = SURE * error
+            return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
+        self._learn(way, direction - before.direction, rise, error)
+        n.returns, n.drift = 0, n.drift / 2
+        return self._go_on(state, direction, merits, settled)
+
+    def _shorten(self, rise: float) -> None:
+        """The step after a window that failed, by which the merit rose by so much."""
+        n = self._numbers
+        if not math.isfinite(rise):
+            n.upper *= 0.25
+        elif self._noisy or not n.promised > 0:
+            n.upper *= 0.5
+        else:
+            n.upper *= min(0.5, max(0.5 * n.promised / (n.promised + rise), 0.1))
+        if self._noisy:
+            n.upper = max(n.upper, LEAST_SHARE * n.first)
+
+    def _met(self) -> float:
+        """The curvature that the lower steps met in the last outer step."""
+        felt = 0.0 if self.pace is None else 1 / self.pace.rate
+        return max(self._numbers.steepness, felt)
+
+    def _learn(self, way: Tensor, turn: Tensor, rise: float, error: float) -> None:
+        """The step after a window that passed the test."""
+        n = self._numbers
+        if self._noisy:
+            fell = rise < -error
+            n.upper *= 2.0 if fell else 0.8 ** (n.window / LONGEST_WINDOW / self._unit)
+            longest = GROWING_WINDOW if fell else LONGEST_WINDOW
+            n.window = max(n.window, min(2 * n.window, longest * self._unit))
+            return
+        bend = float(way @ turn)
+        secant = float(way @ way) / bend if bend > 0 else math.inf
+        n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
+
+    def _go_on(
+        self, state: Iterate, direction: Tensor, merits: list[float], settled: bool
+    ) -> float:
+        """Begin a window here; the step of x."""
+        n = self._numbers
+        if self._closing:
+            return 0.0
+        if n.looks & (n.looks - 1) == 0:
+            rewind = Rewind(state.x.device)
+            raised = self._raise_multiplier(state)
+            rewind()
+            if raised:
+                return 0.0
+        n.rests, n.measuring = 0, False
+        self._reference = Reference(
+            flatten(state.x.leaves).detach(),
+            _places(state),
+            direction,
+            merits,
+            self._met(),
+            saved(self._curvatures),
+            settled,
+        )
+        norm = float(direction.norm())
+        if not norm:
+            if math.isnan(n.upper) and n.looks == MOST_RESTS:  # not because x has arrived
+                warn(
+                    FlatWarning(
+                        f"at step {state.k} neither f nor g changes with x: the direction of x is "
+                        f"exactly zero, and x stays where it is. Are both computed from x without "
+                        f".detach(), torch.no_grad() or rounding, and does g join x and y?"
+                    )
+                )
+            return 0.0
+        x = flatten(state.x.leaves)
+        if math.isnan(n.upper):
+            length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
+            promise = FIRST_SHARE * abs(statistics.fmean(merits or [0.0])) / norm
+            n.upper = n.first = min(length, promise or length) / norm / self._unit
+        if self._noisy:
+            size = max(1.0, float(x.norm()) / math.sqrt(x.numel()))
+            n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
+        return n.upper
+
+    def _go_back(self, state: Iterate, merit: float) -> float:
+        """Put everything back to where the window began, where x rests for a step."""
+        n = self._numbers
+        before = self._reference
+        if before is None:
+            return 0.0
+        self.returned = True
+        n.failed, n.rests, n.window, n.returns = merit, 0, self._unit, n.returns + 1
+        for variable, place in zip(state.variables(), before.places, strict=True):
+            torch._foreach_copy_([*variable.leaves, *variable.buffers], place)
+            variable.reshard()
+        for curvature, known in zip(self._curvatures, before.curvatures, strict=True):
+            curvature.load_state_dict(known)
+        state.reset_estimators()
+        return 0.0
+
+    def close(self) -> None:
+        self._closing = self._tests
+
+    @torch.no_grad()
+    def take_back(self, state: Iterate) -> bool:
+        n = self._numbers
+        if self._reference is None or n.returns > MOST_RETURNS:
+            return False
+        n.since = 0
+        self._go_back(state, math.inf)
+        if self._curvatures:  # it may have been y that went too far
+            self._curvatures[0].value *= STEEPER
+            self._reference.curvatures = saved(self._curvatures)
+        return True
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was found and measured."""
+        reference = None if self._reference is None else vars(self._reference)
+        return {
+            **super().state_dict(),
+            "tests": self._tests,
+            "found": asdict(self._numbers),
+            "curvatures": saved(self._curvatures),
+            "reference": saved(reference),
+            "signal": self._signal,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("tests") != self._tests or len(state["curvatures"]) != len(self._curvatures):
+            raise StateError(
+                "the state was saved with other steps than here: given there, 'auto' here, or the "
+                "other way round"
+            )
+        self._shares, self._changes = dict(state["shares"]), True
+        self._numbers = _checked(state["found"])
+        for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
+            mine.load_state_dict(theirs)
+        reference = state["reference"]
+        self._reference = None if reference is None else Reference(**saved(reference))
+        self._signal, self._closing = state["signal"], False
+
+
+def _checked(found: Any) -> Numbers:
+    """The numbers of a saved state, if they are such."""
+    kinds = {name: type(value) for name, value in asdict(Numbers()).items()}
+    if not isinstance(found, dict) or {name: type(v) for name, v in found.items()} != kinds:
+        raise StateError(f"the numbers that 'auto' remembers are {kinds}, not {found!r}")
+    return Numbers(**found)
+
+
+def _mean_of(slopes: list[Slope]) -> Slope:
+    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
+
+
+def _places(state: Iterate) -> list[list[Tensor]]:
+    """Copies of the leaves and buffers of every variable."""
+    return [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
+
+
+@torch.no_grad()
+def _merits(objectives: Objectives, state: Iterate, phi: Phi | None) -> tuple[list[float], float]:
+    """The merit on each minibatch of the probe, and its part lam * ( g(x, y) - g(x, z) ).
+
+    There are none where the data cannot be sampled again. In schemes other than "forward" that part
+    may have any sign, and is left out.
+    """
+    draw, x = objectives.draw, state.x
+    if not (draw.upper.probed and draw.lower.probed):
+        return [], 0.0
+    terms: list[tuple[Level, Variable, float]] = [(Level.UPPER, state.solution, 1.0)]
+    if phi is not None:
+        stencil, lam = phi.stencil, float(phi.multiplier)
+        at_f = zip(stencil.upper, phi.points, strict=False)
+        at_g = zip(stencil.lower, phi.points, strict=False)
+        terms = [(Level.UPPER, y, u) for u, y in at_f if u]
+        terms += [(Level.LOWER, y, lam * w) for w, y in at_g if w]
+    uppers, lowers = draw.upper.probe(), draw.lower.probe()
+    rewind = Rewind(x.device)
+    values = []
+    with buffers_kept(x, *(y for _, y, _ in terms)):
+        for place in range(max(len(uppers), len(lowers))):
+            total = torch.zeros(2, dtype=torch.float64, device=x.device)
+            for level, y, weight in terms:
+                rewind()
+                upper = level is Level.UPPER
+                objective = objectives.f if upper else objectives.g
+                batches = uppers if upper else lowers
+                value = weight * objective(x, y, batches[place % len(batches)]).double()
+                total[0 if upper else 1] += value
+            values.append(total)
+    rewind()
+    found = objectives.mean(torch.stack(values))
+    forward = phi is not None and phi.stencil is FORWARD
+    gap = float(found[:, 1].mean()) if forward else 0.0
+    return found.sum(dim=1).tolist(), gap
+
+
+def _is_noisy(objectives: Objectives, state: Iterate) -> bool:
+    """Whether two evaluations at one point may differ: by their samples, or by what they draw."""
+    draw, x, y = objectives.draw, state.x, state.solution
+    if not (draw.upper.deterministic and draw.lower.deterministic):
+        return True
+    rewind = Rewind(x.device)
+    with torch.no_grad(), buffers_kept(x, y):
+        objectives.f(x, y, draw.upper.peek())
+        objectives.g(x, y, draw.lower.peek())
+    moved = rewind.moved()
+    rewind()
+    return moved

@@ -1,0 +1,47 @@
+"""Runs that stall because of rounding say so; runs that have converged do not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bilevel
+from bilevel.errors import PrecisionWarning
+
+
+def run(scale: float, method: Any, dtype: torch.dtype = torch.float32) -> bilevel.Result:
+    def upper(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return 0.5 * ((y - 1) ** 2).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return 0.5 * scale * ((y - x) ** 2).sum()
+
+    start = torch.zeros(3, dtype=dtype)
+    return bilevel.minimize(bilevel.Problem(upper, lower), start, start, method=method, steps=300)
+
+
+def given(scale: float) -> bilevel.F2SA:
+    return bilevel.F2SA(0.5 / scale, 0.5)
+
+
+@pytest.mark.parametrize("method", [given(1e6), "f2sa", "f3sa"], ids=["given", "f2sa", "f3sa"])
+def test_a_lower_level_in_large_units_stalls_with_a_word(method: Any) -> None:
+    with pytest.warns(PrecisionWarning, match=r"curvature, which is about 1e\+06") as caught:
+        result = run(1e6, method)
+    assert "float32" in str(caught[0].message)
+    assert float((result.x - 1).abs().max()) > 0.01  # it did stall
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(1.0, torch.float32), (1e3, torch.float32), (1e6, torch.float64)]
+)
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_run_that_converges_is_quiet(scale: float, dtype: torch.dtype, auto: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run(scale, "f2sa" if auto else given(scale), dtype)
+    assert float((result.x - 1).abs().max()) < 1e-3
