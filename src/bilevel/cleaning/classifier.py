@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,19 @@ class ClassifierLearner:
         if len(set(labels[kept].tolist())) < 2:  # few classifiers can be fitted to one class
             return int(labels[kept][0])
         return clone(self.classifier).fit(_numbers(rows.part(kept)), labels[kept].numpy())
+
+    def fit_several(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: Sequence[HeldBack | None],
+        starts: Sequence[Any],
+    ) -> list[Any]:
+        """Fit one clone for each row of ``weights``."""
+        pairs = zip(weights, held, starts, strict=True)
+        return [self.fit(rows, labels, w, ridge, some, start) for w, some, start in pairs]
 
     def predict(self, y: Any, rows: FeatureRows) -> Tensor:
         """The logarithms of the probabilities of all rows."""

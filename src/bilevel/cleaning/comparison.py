@@ -71,15 +71,14 @@ class CrossFits:
         labels = torch.from_numpy(self.right)
         folds = self._folds()
         last: list[Any] = [None] * len(folds)
+        inside = self._trusted_fold == np.array(folds)[:, None]
+        weights = torch.from_numpy(~inside).float()
 
         def scored(ridge: float) -> tuple[float, tuple[Array, list[Any]]]:
+            last[:] = small.fit_several(rows, labels, weights, ridge, [None] * len(folds), last)
             logits = np.empty((len(self.right), learner.classes))
-            for number in folds:
-                inside = self._trusted_fold == number
-                weights = torch.from_numpy(~inside).float()
-                last[number] = small.fit(rows, labels, weights, ridge, None, start=last[number])
-                some = rows.part(torch.from_numpy(np.flatnonzero(inside)))
-                logits[inside] = small.predict(last[number], some).double().numpy()
+            for y, part in zip(last, inside, strict=True):
+                logits[part] = small.predict(y, rows.part(_places(part))).double().numpy()
             logits = self._neutral(logits)
             return fit_sharpness(logits, self.right)[1], (logits, list(last))
 
@@ -103,13 +102,12 @@ class CrossFits:
         """The fit to the judged samples as they are labelled."""
         inside = self._judged_fold == 0
         some = self._judged_rows.part(torch.from_numpy(np.flatnonzero(inside)))
-        everything = np.ones(len(self.given))
         none = np.zeros(len(self.right))
         last: Any = None
 
         def scored(ridge: float) -> tuple[float, Any]:
             nonlocal last
-            last = self._fit(np.where(inside, 0, 1), none, ridge, last)
+            last = self._fit(~inside, none, ridge, last)
             loss = _NOISY_WORTH * cross_entropy(self._predict(last, some), self.given[inside])
             if self._task.verified:
                 z = self._predict(last, self._trusted_rows)
@@ -119,12 +117,13 @@ class CrossFits:
         ridge, first = best_ridge(self._learner.ridges, scored)
         judged = np.empty((len(self.given), self._learner.classes))
         judged[inside] = self._predict(first, some)
-        for number in self._folds()[1:]:
-            part = self._judged_fold == number
-            model = self._fit(np.where(part, 0, 1), none, ridge, first)
+        parts = [self._judged_fold == number for number in self._folds()[1:]]
+        models = self._fit_several([(~part, none) for part in parts], ridge, first)
+        for part, model in zip(parts, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
-        whole = self._fit(everything, none, ridge, first)
-        return CrossFit(NOISY, whole, ridge, judged, self._predict(whole, self._trusted_rows))
+        # The trusted samples are in none of these fits, so that all folds may judge them.
+        on_trusted = [self._predict(y, self._trusted_rows) for y in (first, *models)]
+        return CrossFit(NOISY, first, ridge, judged, np.mean(on_trusted, 0))
 
     def cleaned_ridge(self, kept: Array, ridge: float, start: Any) -> float:
         """The ridge with which the fit to what is kept does best on the first fold."""
@@ -145,8 +144,8 @@ class CrossFits:
                 loss += len(z) * fit_sharpness(z, self.right[checked])[1]
             return loss, None
 
-        smallest, _, largest = self._learner.ridges
-        return best_ridge((smallest, ridge, largest), scored)[0]
+        # Without the labels that are probably wrong, less ridge is needed than with them.
+        return best_ridge((self._learner.ridges[0], ridge, ridge), scored)[0]
 
     def together(
         self, name: str, kept: Array, kept_by_fold: list[Array], ridge: float, start: Any
@@ -154,12 +153,17 @@ class CrossFits:
         """The fit to the trusted samples and to those judged ones that are kept."""
         judged = np.empty((len(self.given), self._learner.classes))
         trusted = np.empty((len(self.right), self._learner.classes))
-        for number in self._folds():
-            part, checked = self._judged_fold == number, self._trusted_fold == number
-            model = self._fit(kept_by_fold[number] * ~part, ~checked * self._trust, ridge, start)
+        parts = [self._judged_fold == number for number in self._folds()]
+        checks = [self._trusted_fold == number for number in self._folds()]
+        wanted = [
+            (some * ~part, ~check * self._trust)
+            for some, part, check in zip(kept_by_fold, parts, checks, strict=True)
+        ]
+        wanted.append((kept, np.ones(len(self.right)) * self._trust))
+        *models, whole = self._fit_several(wanted, ridge, start)
+        for part, check, model in zip(parts, checks, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
-            trusted[checked] = self._predict(model, self._trusted_rows.part(_places(checked)))
-        whole = self._fit(kept, np.ones(len(self.right)) * self._trust, ridge, start)
+            trusted[check] = self._predict(model, self._trusted_rows.part(_places(check)))
         return CrossFit(name, whole, ridge, judged, trusted)
 
     def again(self, fit: CrossFit, kept: Array) -> CrossFit:
@@ -175,14 +179,21 @@ class CrossFits:
         return list(range(self._task.folds))
 
     def _fit(self, kept: Array, trusted: Array, ridge: float, start: Any) -> Any:
-        weights = torch.zeros(len(self._task.labels))
-        if self._task.verified:
-            weights[self._task.trusted] = torch.from_numpy(np.asarray(trusted, np.float32))
-        weights[self._task.judged] = torch.from_numpy(np.asarray(kept, np.float32))
-        if not len(weights.nonzero()):
-            weights[self._task.judged] = 1.0
-        return self._learner.fit(
-            self._rows, self._task.labels, weights, ridge, self._held(trusted), start=start
+        return self._fit_several([(kept, trusted)], ridge, start)[0]
+
+    def _fit_several(self, wanted: list[tuple[Array, Array]], ridge: float, start: Any) -> Any:
+        """One model for each choice of weights for the judged and for the trusted samples."""
+        weights = torch.zeros(len(wanted), len(self._task.labels))
+        for row, (kept, trusted) in zip(weights, wanted, strict=True):
+            if self._task.verified:
+                row[self._task.trusted] = torch.from_numpy(np.asarray(trusted, np.float32))
+            row[self._task.judged] = torch.from_numpy(np.asarray(kept, np.float32))
+            if not row.any():
+                row[self._task.judged] = 1.0
+        held = [self._held(trusted) for _, trusted in wanted]
+        starts = [start] * len(wanted)
+        return self._learner.fit_several(
+            self._rows, self._task.labels, weights, ridge, held, starts
         )
 
     def _held(self, trusted: Array) -> HeldBack | None:

@@ -121,7 +121,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.2,
         max_steps: int = 10,
-        patience: int = 4,
+        patience: int = 2,
         batch_size: int = 250,
         standardize: bool = True,
         checkpoint: str | os.PathLike[str] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -99,6 +100,21 @@ class Learner(ABC):
             held: samples on which the end of training may be chosen.
             start: the variables to start from; None: those of :meth:`start`.
         """
+
+    def fit_several(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: Sequence[HeldBack | None],
+        starts: Sequence[Any],
+    ) -> list[Any]:
+        """Train one model for each row of ``weights``, (models, samples), as :meth:`fit` does."""
+        return [
+            self.fit(rows, labels, w, ridge, some, start=start)
+            for w, some, start in zip(weights, held, starts, strict=True)
+        ]
 
     @torch.no_grad()
     def predict(self, y: Any, rows: FeatureRows) -> Tensor:

@@ -34,8 +34,10 @@ MISSING = -1
 _LEAST_PART = 1 / 3  # of the wrong labels; no noise is known to depend on the class alone
 _ITERATIONS = 100
 _TOLERANCE = 1e-3
-_MOST_SAMPLES = 10_000
-_PRIOR = 1.0  # samples of each class and label that are assumed to have been seen
+_MOST_SAMPLES = 5_000
+_PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
+_PRECISION = 5.0
+"""Of the prior of a pool: as much as 20 labelled samples say, each at most 1/4 about a logit."""
 UNIDENTIFIED = 0.2
 """By how much s may be wrong, because the labels alone do not tell it."""
 
@@ -52,7 +54,7 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
         prior = 0.02 * log_b**2 / max(len(labels), 1)  # decides where any factor fits
         return cross_entropy(np.exp(log_b) * logits, labels) + prior
 
-    found = minimize_scalar(loss, bounds=(-5, 5), method="bounded")
+    found = minimize_scalar(loss, bounds=(-5, 5), method="bounded", options={"xatol": 0.01})
     return float(np.exp(found.x)), float(found.fun)
 
 
@@ -101,8 +103,9 @@ def fit_pool(models: list[Array], labels: Array) -> Pool:
         a, c = flat[: len(models)], flat[len(models) :]
         log_p = log_softmax(np.tensordot(a, Z, 1) + c, 1)
         slope = np.exp(log_p) - onehot
-        prior = 0.5 * float(((a - equal) ** 2).sum() + (c**2).sum())
-        gradient = np.concatenate([(Z * slope).sum((1, 2)) + a - equal, (slope.sum(0) + c) * seen])
+        prior = 0.5 * _PRECISION * float(((a - equal) ** 2).sum() + (c**2).sum())
+        by_a = (Z * slope).sum((1, 2)) + _PRECISION * (a - equal)
+        gradient = np.concatenate([by_a, (slope.sum(0) + _PRECISION * c) * seen])
         return (prior - float((log_p * onehot).sum())) / count, gradient / count
 
     start = np.concatenate([equal, np.zeros(classes)])
@@ -177,7 +180,7 @@ def fit_noise(p: Array, b: Array, labels: Array, known: Array | None = None) -> 
         by_features = 1 - (counts.sum() - known.sum()) / count
         wrong = 1 - (np.trace(counts) + 0.5) / (counts.sum() + 1)
         expected = (1 - wrong) * identity + wrong / (classes - 1) * (1 - identity)
-        counts += _PRIOR * classes * expected
+        counts += _PRIOR * expected
         T = counts / counts.sum(1, keepdims=True)
         least = _LEAST_PART * float(1 - posterior[rows, voted].mean())
         share = max(float(by_features), least)

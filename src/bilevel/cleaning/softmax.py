@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ _MOMENTUM = 0.8
 _RIDGE_SHARE = 0.005  # the ridge as a share of the curvature, so that y is well conditioned
 _ROWS_FOR_CURVATURE = 4000
 _LBFGS_ITERATIONS = (15, 100)  # at least and at most
-_TOLERANCE = 1e-5  # of the gradient
+_TOLERANCE = 1e-4  # of the gradient
+_MOST_TOGETHER = 1_000_000  # variables of the models that are fitted at once
 _LBFGS_WORK = 1e8  # entries of the features that all iterations together may read, within these
 
 
@@ -120,12 +122,32 @@ class SoftmaxRegression(Learner):
         held: HeldBack | None,
         start: Any = None,
     ) -> dict[str, Tensor]:
-        del held  # the fit is convex and needs no early stopping
-        kept = weights.nonzero().squeeze(1)
+        return self.fit_several(rows, labels, weights.unsqueeze(0), ridge, [held], [start])[0]
+
+    def fit_several(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: Sequence[HeldBack | None],
+        starts: Sequence[Any],
+    ) -> list[dict[str, Tensor]]:
+        """Train several models at once: each reading of the features serves all of them."""
+        count = len(weights)
+        together = max(_MOST_TOGETHER // (self.width * self.classes), 1)
+        if count > together:
+            groups = [slice(k, k + together) for k in range(0, count, together)]
+            parts = [
+                self.fit_several(rows, labels, weights[g], ridge, held[g], starts[g])
+                for g in groups
+            ]
+            return [y for part in parts for y in part]
+        kept = weights.any(0).nonzero().squeeze(1)
         part = rows if len(kept) == len(rows) else rows.part(kept)
         features, labels = part.everything(), labels[kept]
-        shares = weights[kept] / weights.sum()
-        shape = len(self._mean), self.classes
+        shares = weights[:, kept] / weights.sum(1, keepdim=True)
+        shape = self.width, count * self.classes
         size = shape[0] * shape[1]
         mean = self._mean.double()
 
@@ -148,13 +170,14 @@ class SoftmaxRegression(Learner):
             gradient = torch.cat([by_weight.reshape(-1), self._scale * by_offset])
             return float(loss) + ridge * float((weight * weight).sum()), gradient.numpy()
 
-        y = start or self.start()
-        flat = torch.cat([y["weight"].reshape(-1), y["bias"]]).double().numpy()
-        iterations = self._iterations(len(kept))
-        options = {"maxiter": iterations, "gtol": _TOLERANCE, "ftol": 1e-7}
+        first = [self.start() if start is None else start for start in starts]
+        joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
+        flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
+        options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": 1e-6}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         weight, bias = unpacked(found.x)
-        return {"weight": weight.float(), "bias": bias.float()}
+        every = {"weight": weight.float(), "bias": bias.float()}
+        return [self.fold(every, number) for number in range(count)]
 
     def compressed(self, rows: FeatureRows) -> Compressed:
         """The same model in the span of fewer rows than there are features, where it is fast.
@@ -205,20 +228,27 @@ class Compressed:
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_i w_i CE_i of logits (n, k), and its gradient by them, of shape (k, n).
+    """sum_mi w_mi CE_mi of logits (n, m k), and its gradient by them, of shape (m k, n).
 
     With few classes it takes a tenth of the time of torch's cross entropy, which processes the
     logits sample by sample: here a row is a class, and the gradient is computed with the value.
+
+    Args:
+        logits: those of m models with k classes each, side by side.
+        labels: the classes, of shape (n).
+        weights: of shape (m, n).
     """
-    labels = labels.unsqueeze(0)
-    by_class = logits.T.contiguous()
-    by_class -= by_class.amax(0)
-    given = by_class.gather(0, labels).squeeze(0)
+    models, count = weights.shape
+    by_class = logits.T.contiguous().view(models, -1, count)
+    by_class -= by_class.amax(1, keepdim=True)
+    index = labels.expand(models, 1, count)
+    given = by_class.gather(1, index).squeeze(1)
     exponentials = by_class.exp_()
-    sums = exponentials.sum(0)
-    loss = weights @ (sums.log() - given)
-    gradient = exponentials.mul_(weights / sums)
-    return loss, gradient.scatter_add_(0, labels, -weights.unsqueeze(0))
+    sums = exponentials.sum(1)
+    loss = (weights * (sums.log() - given)).sum()
+    gradient = exponentials.mul_((weights / sums).unsqueeze(1))
+    gradient.scatter_add_(1, index, -weights.unsqueeze(1))
+    return loss, gradient.view(-1, count)
 
 
 def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
