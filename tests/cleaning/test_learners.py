@@ -105,12 +105,27 @@ def test_products_have_the_gradient_of_finite_differences(convert: Any) -> None:
 
 
 def test_the_loss_is_the_cross_entropy_and_its_gradient() -> None:
-    logits = (100 * torch.randn(30, 4, dtype=torch.float64)).requires_grad_()
-    labels, weights = torch.arange(30) % 4, torch.rand(30, dtype=torch.float64)
-    expected = weights @ torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    logits = (100 * torch.randn(30, 8, dtype=torch.float64)).requires_grad_()  # of two models
+    labels, weights = torch.arange(30) % 4, torch.rand(2, 30, dtype=torch.float64)
+    expected = sum(
+        w @ torch.nn.functional.cross_entropy(part, labels, reduction="none")
+        for w, part in zip(weights, logits.split(4, 1), strict=True)
+    )
+    assert isinstance(expected, torch.Tensor)
     found, gradient = loss_and_gradient(logits.detach(), labels, weights)
     torch.testing.assert_close(found, expected.detach())
     torch.testing.assert_close(gradient.T, torch.autograd.grad(expected, logits)[0])
+
+
+def test_models_fitted_at_once_are_those_fitted_one_by_one() -> None:
+    X, labels = features(), torch.arange(60) % 3
+    rows = Scaler(X, True, False).rows(X)
+    learner = SoftmaxRegression(rows, 3)
+    weights = (torch.rand(3, 60) > 0.3).float()
+    together = learner.fit_several(rows, labels, weights, 0.01, [None] * 3, [None] * 3)
+    for y, w in zip(together, weights, strict=True):
+        alone = learner.predict(learner.fit(rows, labels, w, 0.01, None), rows)
+        torch.testing.assert_close(learner.predict(y, rows), alone, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])

@@ -8,7 +8,8 @@ from scipy.special import softmax
 
 from bilevel.cleaning import noise
 from bilevel.cleaning.comparison import best_ridge
-from bilevel.cleaning.noise import MISSING, NoiseModel
+from bilevel.cleaning.noise import MISSING, NoiseModel, fit_pool
+from bilevel.cleaning.verdict import shows_noise
 
 RNG = np.random.default_rng(0)
 T = np.array([[0.6, 0.4, 0.0], [0.0, 0.9, 0.1], [0.2, 0.0, 0.8]])
@@ -97,3 +98,15 @@ def test_the_search_for_a_ridge_goes_as_far_as_it_must(best: float) -> None:
     assert ridge == seen
     assert abs(np.log10(ridge / best)) <= 0.26
     assert best_ridge((2.0, 2.0, 2.0), lambda r: (0.0, "only")) == (2.0, "only")
+
+
+def test_clean_labels_show_no_noise_and_wrong_ones_do() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 3, 1200)
+    models = [2 * np.eye(3)[truth] + rng.normal(size=(1200, 3)) for _ in range(2)]
+    right, given = truth[:200], truth[200:]
+    trusted, judged = [z[:200] for z in models], [z[200:] for z in models]
+    loss = fit_pool(trusted, right).loss
+    assert not shows_noise(judged, trusted, given, right, loss)
+    wrong = np.where(rng.random(1000) < 0.3, (given + 1) % 3, given)
+    assert shows_noise(judged, trusted, wrong, right, loss)

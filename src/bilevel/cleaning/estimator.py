@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.sparse import vstack
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from bilevel.cleaning.classifier import ClassifierLearner, log_probabilities
+from bilevel.cleaning.classifier import ClassifierLearner
 from bilevel.cleaning.comparison import CLEANED
+from bilevel.cleaning.inputs import (
+    Labels,
+    checked_predictions,
+    is_pandas_index,
+    majority_of,
+    refuse_text,
+    stacked,
+)
 from bilevel.cleaning.module import ModuleLearner
-from bilevel.cleaning.noise import MISSING
 from bilevel.cleaning.recipe import POOLED, CleaningResult, clean
 from bilevel.cleaning.roles import Roles, assign_folds, assign_roles, trusted_mask
 from bilevel.cleaning.rows import FeatureRows, Scaler, linear
@@ -170,56 +177,44 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "give either X_clean and y_clean together, or trusted, or neither of them; y_clean "
                 "may go with trusted, too"
             )
-        votes = None
-        shape = np.asarray(y.detach().cpu() if isinstance(y, Tensor) else y).shape
-        if len(shape) == 2 and shape[1] > 1:
-            y, votes = majority(y)
         rng = check_random_state(self.random_state)
+        y, votes = majority_of(y)
         if pred_probs is None:
             X, y = self._validated(X, y, reset=True)
         else:
             X, y = None, column_or_1d(y)
             check_classification_targets(y)
-        self.classes_, codes = np.unique(
-            y if votes is None else votes[votes != None],  # noqa: E711
-            return_inverse=True,
-        )
-        if len(self.classes_) < 2:
-            raise ArgumentError(
-                f"y has one class only, {self.classes_[0]!r}; there is no other class that a label "
-                f"could be mistaken for"
-            )
-        if votes is not None:
-            known = np.full(votes.shape, MISSING, dtype=np.int64)
-            known[votes != None] = codes  # noqa: E711
-            codes, votes = self._codes("y", y), known
+        labels = Labels.of(y, votes)
+        self.classes_ = labels.classes
         count = len(y)
         mask = None if trusted is None else trusted_mask(trusted, count)
-        old = None
         if X_clean is not None:
-            features, labels = self._validated(X_clean, y_clean, reset=False)
-            codes = np.concatenate([codes, self._codes("y_clean", labels)])
-            X = _stacked(X, features)
+            features, right = self._validated(X_clean, y_clean, reset=False)
+            labels.append(right)
+            X = stacked(X, features)
         elif y_clean is not None:
             assert mask is not None
-            right = column_or_1d(np.asarray(y_clean))
-            if len(right) not in (count, int(mask.sum())):
-                raise ArgumentError(
-                    f"y_clean has {len(right)} labels, but trusted names {int(mask.sum())} rows of "
-                    f"{count}"
-                )
-            right = right[mask] if len(right) == count else right
-            old, codes = codes[mask], codes.copy()
-            codes[mask] = self._codes("y_clean", right)
+            labels.correct(mask, y_clean)
         logits = None
         if pred_probs is not None:
-            logits = log_probabilities(pred_probs)
-            if logits.shape != (count, len(self.classes_)) or X_clean is not None:
-                raise ArgumentError(
-                    f"pred_probs must be of shape ({count}, {len(self.classes_)}), one row for "
-                    f"each label and one column for each class, not {logits.shape}; trusted rows "
-                    f"are among these, named by trusted"
-                )
+            shape = count, len(self.classes_)
+            logits = checked_predictions(pred_probs, shape, separate=X_clean is not None)
+        self._fit_checked(X, labels, count, mask, logits, rng, folder)
+        self._index = index if is_pandas_index(index) else None
+        return self
+
+    def _fit_checked(
+        self,
+        X: Any,
+        labels: Labels,
+        count: int,
+        mask: Array | None,
+        logits: Array | None,
+        rng: Any,
+        folder: Path | None,
+    ) -> None:
+        """Fit to samples that were checked: the rows of X, and after them those of X_clean."""
+        codes, old, votes = labels.codes, labels.old, labels.votes
         roles = assign_roles(codes, count, mask, self.clean_fraction, rng)
         folds = min(max(round(1 / self.validation_fraction), 2), len(roles.judged))
         if roles.verified:
@@ -253,9 +248,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._learner = None if rows is None else self._make_learner(rows, seed)
         searcher = None if self._is_classifier else self._learner
         self._keep(clean(self._learner, searcher, task, settings), roles, codes[:count], old)
-        self._index = index if _is_pandas_index(index) else None
         self._warn(roles, codes)
-        return self
 
     def _keep(self, result: CleaningResult, roles: Roles, given: Array, old: Any) -> None:
         """Set the attributes of a fitted estimator."""
@@ -426,7 +419,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Check both: X becomes an array or CSR matrix of finite numbers, y an array of labels."""
         X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
         y = y.detach().cpu().numpy() if isinstance(y, Tensor) else y
-        _refuse_text(X)
+        refuse_text(X)
         options: dict[str, Any] = {
             "accept_sparse": "csr",
             "dtype": [np.float64, np.float32],
@@ -440,67 +433,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_classification_targets(y)
         return X, column_or_1d(y)
 
-    def _codes(self, name: str, labels: Array) -> npt.NDArray[np.int64]:
-        """The position of each label among the classes of y."""
-        known = {label: code for code, label in enumerate(self.classes_.tolist())}
-        unknown = sorted({label for label in labels.tolist() if label not in known}, key=str)
-        if unknown:
-            raise ArgumentError(
-                f"{name} has {listed(unknown)}, which y does not; the labels of y are "
-                f"{listed(self.classes_.tolist())}"
-            )
-        return np.array([known[label] for label in labels.tolist()], dtype=np.int64)
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True
         return tags
-
-
-def majority(y: Any) -> tuple[Array, Array]:
-    """The most frequent label of each row, the first of several, and all labels or None."""
-    votes = np.asarray(y, dtype=object)
-    missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
-    votes = votes.copy()
-    votes[missing] = None
-    if missing.all(1).any():
-        raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")
-    chosen = []
-    for row in votes:
-        labels = [label for label in row if label is not None]
-        chosen.append(max(labels, key=labels.count))
-    return np.array(chosen), votes
-
-
-def _stacked(X: Any, more: Any) -> Any:
-    if isinstance(X, np.ndarray) and isinstance(more, np.ndarray):
-        return np.concatenate([X, more])
-    if isinstance(X, np.ndarray) or isinstance(more, np.ndarray):
-        raise ArgumentTypeError("X and X_clean must be both sparse or both dense")
-    return vstack([X, more], format="csr")
-
-
-def _refuse_text(X: Any) -> None:
-    """Refuse text, and name the columns of a DataFrame that hold it."""
-    if hasattr(X, "select_dtypes"):
-        kinds = X.select_dtypes(exclude=["number", "bool"])
-        text = [
-            str(name)
-            for name in kinds.columns
-            if any(isinstance(value, str) for value in kinds[name].iloc[:100])
-        ]
-        if text:
-            raise ArgumentError(
-                f"X has text where numbers are expected, in the columns {listed(text)}; leave "
-                f"them out or encode them, text by a TfidfVectorizer, categories by a OneHotEncoder"
-            )
-    elif getattr(getattr(X, "dtype", None), "kind", "") in "US" and hasattr(X, "dtype"):
-        raise ArgumentError(
-            "X has text where numbers are expected; encode it first, text by a TfidfVectorizer, "
-            "categories by a OneHotEncoder"
-        )
-
-
-def _is_pandas_index(index: Any) -> bool:
-    return index is not None and hasattr(index, "get_indexer")  # a list has a method called index

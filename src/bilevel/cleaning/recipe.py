@@ -38,7 +38,7 @@ from bilevel.cleaning.noise import (
     fit_sharpness,
 )
 from bilevel.cleaning.task import CleaningTask, SearchSettings
-from bilevel.cleaning.verdict import Evidence, Verdict, judge
+from bilevel.cleaning.verdict import Evidence, Verdict, judge, shows_noise
 from bilevel.cleaning.weights import History, learn_weights
 
 POOLED = "all of them, pooled"
@@ -112,7 +112,14 @@ def clean(
             pool.probabilities([fit.trusted for fit in pooled]),
             softmax(sharpness * noisy.trusted, 1),
         )
-    verdict = judge(Evidence(p, frequency), checked, task, noise)
+    evident = not task.verified or shows_noise(
+        [noisy.judged, *(fit.judged for fit in pooled[1:])],
+        [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
+        fits.given,
+        fits.right,
+        pool.loss,
+    )
+    verdict = judge(Evidence(p, frequency), checked, task, noise, evident)
     # With the final verdicts the cleaned model is fitted once more.
     pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}

@@ -18,8 +18,9 @@ _MOMENTUM = 0.8
 _RIDGE_SHARE = 0.005  # the ridge as a share of the curvature, so that y is well conditioned
 _ROWS_FOR_CURVATURE = 4000
 _LBFGS_ITERATIONS = (15, 100)  # at least and at most
-_TOLERANCE = 1e-4  # of the gradient
-_MOST_TOGETHER = 1_000_000  # variables of the models that are fitted at once
+_TOLERANCE = 5e-5  # of the gradient
+_SMALL = 10_000  # entries of features with which a fit takes no time, and may be exact
+_MOST_TOGETHER = 200_000  # variables of the models that are fitted at once
 _LBFGS_WORK = 1e8  # entries of the features that all iterations together may read, within these
 
 
@@ -173,7 +174,8 @@ class SoftmaxRegression(Learner):
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": 1e-6}
+        ftol = 1e-6 if len(kept) * self.width > _SMALL else 1e-12
+        options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         weight, bias = unpacked(found.x)
         every = {"weight": weight.float(), "bias": bias.float()}

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit
+from scipy.special import expit, log_softmax
 
 from bilevel.cleaning.noise import (
     UNIDENTIFIED,
     Array,
     NoiseModel,
     fit_noise,
+    fit_pool,
+    fit_sharpness,
     threshold,
 )
 from bilevel.cleaning.task import CleaningTask
@@ -28,6 +30,8 @@ better than _ODDS_UNVERIFIED.
 """
 
 
+_MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
+_TELLING = 100  # trusted samples; three standard errors of a share of 10% are then below 10%
 _HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
 
 
@@ -70,8 +74,47 @@ class Evidence:
     frequency: Array
 
 
+def shows_noise(
+    judged: list[Array], trusted: list[Array], given: Array, right: Array, loss: float
+) -> bool:
+    """Whether trusted samples are labelled otherwise than the judged ones are.
+
+    If no label is wrong, one pool predicts the labels of both, and a pool of their own gains little
+    for the trusted samples: by chance half a nat for each class, as each has a bias of its own, and
+    half a nat for the rest. The loss of one model is then the same on both, too; three standard
+    errors apart, it is not. Fewer than 100 trusted samples do not tell whether a tenth of the
+    labels is wrong; then it is assumed, unless models predict more than nine tenths of the labels.
+
+    Args:
+        judged, trusted: the logits of models, none of which were fitted to these samples.
+        given, right: the labels of these samples.
+        loss: the mean loss on the trusted samples of the pool that was fitted to them.
+    """
+    every = -(-len(given) // _MOST_FOR_NOISE)
+    judged, given = [z[::every] for z in judged], given[::every]
+    models = [np.concatenate(pair) for pair in zip(judged, trusted, strict=True)]
+    one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
+    chances = one[np.arange(len(right)), right]
+    if -np.log(chances).sum() - len(right) * loss > 0.5 * one.shape[1] + 0.5:
+        return True
+    differ = float((judged[0].argmax(1) != given).mean())
+    if len(right) < _TELLING and differ > 0.1:
+        return True
+    sharpness, _ = fit_sharpness(judged[0], given)
+    first, second = (
+        -log_softmax(sharpness * z, 1)[np.arange(len(labels)), labels]
+        for z, labels in ((judged[0], given), (trusted[0], right))
+    )
+    spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
+    return bool(abs(first.mean() - second.mean()) > 3 * spread)
+
+
 def judge(
-    judged: Evidence, checked: Evidence | None, task: CleaningTask, noise: NoiseModel | None
+    judged: Evidence,
+    checked: Evidence | None,
+    task: CleaningTask,
+    noise: NoiseModel | None,
+    evident: bool = True,
 ) -> Verdict:
     """Judge the labels.
 
@@ -80,6 +123,7 @@ def judge(
         checked: the models on the trusted samples; needed if these have old labels.
         task: the samples.
         noise: how labels come about; None: that is estimated.
+        evident: whether the trusted samples show that labels are wrong at all.
     """
     p, frequency, votes = judged.p, judged.frequency, task.votes
     given = task.labels[task.judged].numpy()
@@ -120,6 +164,8 @@ def judge(
     limit = threshold(quality)
     if not fitted or wrong < _HARDLY_ANY:  # what is rare or uncertain has to be probable, too
         limit = min(limit, 0.5)
+    if not evident and not measured:
+        low, limit = 0.0, min(limit, 1 / (1 + _ODDS))
     return Verdict(
         quality=quality,
         posterior=posterior,
