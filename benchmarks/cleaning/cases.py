@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.cleaning.data import Noise, Source, covertype_split, mnist_split, newsgroups_split
+from benchmarks.cleaning.data import (
+    Cifar10n,
+    Noise,
+    Source,
+    a9a_split,
+    covertype_split,
+    hausa_split,
+    mnist_split,
+    newsgroups_split,
+)
 
 HIDDEN = 128
 """The number of hidden units of both networks on Covertype."""
@@ -50,6 +59,13 @@ def _network() -> Any:
     return _standardised(MLPClassifier((HIDDEN,), early_stopping=True, random_state=0))
 
 
+def _with_other(c: float) -> dict[str, Callable[[], Any]]:
+    return {
+        "logistic regression": _logistic_regression,
+        f"the same, C = {c:g}": lambda: _logistic_regression(C=c),
+    }
+
+
 CASES: dict[str, Case] = {
     "mnist": Case(
         mnist_split,
@@ -78,5 +94,9 @@ CASES: dict[str, Case] = {
         },
         lambda: nn.Sequential(nn.Linear(54, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 7)),
     ),
+    "hausa": Case(hausa_split, (Noise("as given", 0.5),), _with_other(10)),
+    "cifar10n-worse": Case(Cifar10n("worse"), (Noise("as given", 0.4),), _with_other(0.01)),
+    "cifar10n-aggregate": Case(Cifar10n("aggre"), (Noise("as given", 0.09),), _with_other(0.01)),
+    "a9a": Case(a9a_split, (Noise("by class", 0.2),), _with_other(0.01)),
 }
 """The cases, by the name that ``--only`` takes."""

@@ -48,6 +48,8 @@ def test_wrong_labels_are_found() -> None:
         ("module", "20% uniform"),
     ]
     for row in rows:
+        assert row.auc is not None
+        assert row.f1 is not None
         assert min(row.auc, row.accuracy, row.f1) > 0.9
         assert row.weight_auc is not None
         assert row.seconds > 0
@@ -55,12 +57,15 @@ def test_wrong_labels_are_found() -> None:
 
 def test_cleanlab_stands_beside_it() -> None:
     pytest.importorskip("cleanlab")
-    ours, theirs = cleaning.run(only=["module"])
+    ours, theirs, *plain = cleaning.run(only=["module"])
+    assert [row.method for row in plain] == ["trusted only", "noisy only", "noisy and trusted"]
     assert (theirs.method, theirs.model, theirs.weight_auc) == (
         "cleanlab",
         "logistic regression",
         None,
     )
+    assert theirs.auc is not None
+    assert theirs.f1 is not None
     assert min(theirs.auc, theirs.accuracy, theirs.f1) > 0.9
     assert ours.noise == theirs.noise
     table = cleaning.table([ours, theirs])
@@ -71,7 +76,7 @@ def test_cleanlab_stands_beside_it() -> None:
 def test_without_cleanlab_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cleanlab", None)
     rows = cleaning.run(only=["module"])
-    assert [row.method for row in rows] == ["LabelCleaner"]
+    assert [row.method for row in rows][:2] == ["LabelCleaner", "trusted only"]
     assert "pip install cleanlab" in str(cleaning.table(rows).caption)
 
 

@@ -163,13 +163,8 @@ CASES: dict[str, Case] = {
     "trusted label unknown": Case(
         CSV, put("trusted", "label", 2, "dog"), "trusted.csv has the label 'dog', which train.csv"
     ),
-    "label without a trusted row": Case(
-        CSV,
-        put("train", "label", 2, "dog"),
-        "has the label 'dog', which trusted.csv does",
-    ),
-    "HTML as a label": Case(CSV, put("train", "label", 2, HTML), f"has the label '{HTML}'"),
-    "markup as a label": Case(CSV, put("train", "label", 2, "[/red]"), "the label '[/red]'"),
+    "HTML as a label": Case(CSV, put("trusted", "label", 2, HTML), f"has the label '{HTML}'"),
+    "markup as a label": Case(CSV, put("trusted", "label", 2, "[/red]"), "the label '[/red]'"),
     "one class": Case(
         CSV, edit("train", lambda f: f[f["label"] == "ant"]), "one class only, 'ant'"
     ),
@@ -188,14 +183,9 @@ CASES: dict[str, Case] = {
     "no rows": Case(CSV, edit("train", lambda f: f[:0]), "train.csv has no rows"),
     "no trusted rows": Case(CSV, edit("trusted", lambda f: f[:0]), "trusted.csv has no rows"),
     "fewer trusted rows than classes": Case(
-        CSV, edit("trusted", lambda f: f[:2]), "has 2 rows, fewer than the 3 classes"
+        CSV, edit("trusted", lambda f: f[:2]), "has 2 rows, fewer than 5"
     ),
     # numbers
-    "NaN": Case(CSV, put("train", "size", 5, "nan"), "'size' has a missing value (NaN) in row 5"),
-    "empty": Case(CSV, put("train", "size", 5, ""), "'size' has a missing value (NaN) in row 5"),
-    "null in trusted": Case(
-        CSV, put("trusted", "size", 3, "NULL"), "trusted.csv: the column 'size'"
-    ),
     "infinite": Case(CSV, put("train", "size", 5, "-inf"), "'size' has an infinite value in row 5"),
     "too large": Case(CSV, put("train", "size", 5, "1e300"), "too large to work with"),
     "text among numbers": Case(

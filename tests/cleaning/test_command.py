@@ -89,7 +89,8 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
     write, options = KINDS[kind]
     paths, out = write(animals, tmp_path), tmp_path / "new" / "cleaned"
     output = run(paths, out, *options, "--json", str(tmp_path / "figures.json"))
-    assert {file.name for file in out.iterdir()} == FILES
+    tables = {"corrected.csv"} if kind in ("csv", "parquet") else set()
+    assert {file.name for file in out.iterdir()} == FILES | tables
 
     table = pd.read_csv(out / "labels.csv", keep_default_na=False)
     assert list(table.columns) == [
@@ -103,7 +104,7 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
     assert (table["given_label"] == animals.labels[order]).all()
     suspect = (table["verdict"] == "suspect").to_numpy()
     assert (suspect == animals.bad[order]).mean() > 0.9
-    assert ((table["label_quality"] < 0.5) == suspect).all()
+    assert table["label_quality"][suspect].max() < table["label_quality"][~suspect].min()
     assert table["weight"].between(0, 1).all()
     right = np.array(["ant", "bee", "cat"])[animals.true[order]]
     assert (table["suggested_label"] == right).mean() > 0.9
@@ -112,9 +113,17 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["suspect"] == suspect.sum() == np.sum(figures["confusions"])
     lines = output.strip().splitlines()
-    assert len(lines) == 6  # five, and where the figures are
+    low, high = figures["wrong_share_interval"]
+    assert low <= figures["wrong_share"] <= high
+    assert len(figures["label_next"]) == 20
+    assert "of all labels are wrong, between" in lines[4]
+    if tables:
+        fixed = pd.read_csv(out / "corrected.csv", keep_default_na=False)
+        assert fixed.drop(columns="label").columns.tolist() == ["size", "weight", "home", "about"]
+        assert (fixed["label"] == table["suggested_label"]).all()
+        assert lines[5].startswith("Columns: number 'size', 'weight'; category 'home'")
     assert f"{suspect.sum()} labels look wrong" in lines[1]
-    assert str(out) in lines[4]
+    assert str(out) in output
     assert f"{suspect.sum()}</span> of 240 labels look wrong" in (out / "report.html").read_text()
 
 
@@ -281,6 +290,41 @@ def test_a_column_of_names_that_occur_once_is_left_out(animals: Animals) -> None
     encoder = fit(from_frame(frame, "animals", label="label"))
     assert "name" not in encoder.describe()["columns"]
     assert [notice.split("'")[1] for notice in encoder.notices] == ["name", "nothing"]
+
+
+def test_columns_that_number_or_date_the_rows_are_left_out(animals: Animals) -> None:
+    count = len(animals.frame)
+    frame = animals.frame.assign(
+        row=np.arange(7.0, count + 7),
+        customer_id=np.random.default_rng(0).permutation(count) + 1000.0,
+        day=[f"2024-01-{i % 28 + 1:02}" for i in range(count)],
+    )
+    encoder = fit(from_frame(frame, "animals", label="label"))
+    assert encoder.notices == (
+        "The column 'row' was left out: it numbers the rows.",
+        "The column 'customer_id' was left out: it identifies the rows.",
+        "The column 'day' was left out: it holds dates.",
+    )
+
+
+def test_missing_numbers_are_taken_for_the_mean(animals: Animals) -> None:
+    frame = animals.frame.copy()
+    frame.loc[frame.index[::5], "size"] = np.nan
+    samples = from_frame(frame, "animals", label="label")
+    size = fit(samples).encode(samples)[:, [0]].toarray().ravel()
+    assert (size[::5] == 0).all()
+    assert abs(size.mean()) < 1e-9
+
+
+def test_trusted_samples_are_optional(animals: Animals, tmp_path: Path) -> None:
+    paths = animals.write_csv(tmp_path)
+    result = runner.invoke(
+        app, ["clean", str(paths["train"]), "--label", "label", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "without trusted samples" in result.output
+    table = pd.read_csv(tmp_path / "out" / "labels.csv")
+    assert ((table["verdict"] == "suspect") == animals.bad[:240]).mean() > 0.8
 
 
 @hasty

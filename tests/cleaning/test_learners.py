@@ -11,7 +11,7 @@ from scipy import sparse
 
 from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.rows import Scaler, SparseFeatures, product
-from bilevel.cleaning.softmax import SoftmaxRegression, summed_loss
+from bilevel.cleaning.softmax import SoftmaxRegression, loss_and_gradient
 from bilevel.errors import ArgumentError
 
 
@@ -104,14 +104,42 @@ def test_products_have_the_gradient_of_finite_differences(convert: Any) -> None:
     assert torch.autograd.gradcheck(lambda W: product(A, W / 1000), weight)
 
 
-def test_the_summed_loss_is_the_cross_entropy_and_its_gradient() -> None:
-    logits = (100 * torch.randn(30, 4, dtype=torch.float64)).requires_grad_()
-    labels, weights = torch.arange(30) % 4, torch.rand(30, dtype=torch.float64)
-    expected = weights @ torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    found = summed_loss(logits, labels, weights)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(2 * loss, logits)[0] for loss in (found, expected)]
-    torch.testing.assert_close(*gradients)
+def test_the_loss_is_the_cross_entropy_and_its_gradient() -> None:
+    logits = (100 * torch.randn(30, 8, dtype=torch.float64)).requires_grad_()  # of two models
+    labels, weights = torch.arange(30) % 4, torch.rand(2, 30, dtype=torch.float64)
+    expected = sum(
+        w @ torch.nn.functional.cross_entropy(part, labels, reduction="none")
+        for w, part in zip(weights, logits.split(4, 1), strict=True)
+    )
+    assert isinstance(expected, torch.Tensor)
+    found, gradient = loss_and_gradient(logits.detach(), labels, weights)
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(gradient.T, torch.autograd.grad(expected, logits)[0])
+
+
+def test_models_fitted_at_once_are_those_fitted_one_by_one() -> None:
+    X, labels = features(), torch.arange(60) % 3
+    rows = Scaler(X, True, False).rows(X)
+    learner = SoftmaxRegression(rows, 3)
+    weights = (torch.rand(3, 60) > 0.3).float()
+    together = learner.fit_several(rows, labels, weights, 0.01, [None] * 3, [None] * 3)
+    for y, w in zip(together, weights, strict=True):
+        alone = learner.predict(learner.fit(rows, labels, w, 0.01, None), rows)
+        torch.testing.assert_close(learner.predict(y, rows), alone, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])
+def test_few_rows_of_many_features_are_fitted_in_their_span(convert: Any) -> None:
+    X = convert(np.random.default_rng(0).normal(size=(30, 80)))
+    rows, labels = Scaler(X, False, False).rows(X), torch.arange(30) % 3
+    learner = SoftmaxRegression(rows, 3)
+    expected = learner.predict(learner.fit(rows, labels, torch.ones(30), 0.1, None), rows)
+    small = learner.compressed(rows)
+    y = small.learner.fit(small.rows, labels, torch.ones(30), 0.1, None)
+    torch.testing.assert_close(small.learner.predict(y, small.rows), expected, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(
+        learner.predict(small.expanded(y), rows), expected, atol=0.01, rtol=0.01
+    )
 
 
 @pytest.mark.parametrize("convert", [np.asarray, sparse.csr_array])

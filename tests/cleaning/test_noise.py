@@ -2,48 +2,111 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import cross_entropy, one_hot
+import numpy as np
+import pytest
+from scipy.special import softmax
 
 from bilevel.cleaning import noise
+from bilevel.cleaning.comparison import best_ridge
+from bilevel.cleaning.noise import MISSING, NoiseModel, fit_pool
+from bilevel.cleaning.verdict import shows_noise
+
+RNG = np.random.default_rng(0)
+T = np.array([[0.6, 0.4, 0.0], [0.0, 0.9, 0.1], [0.2, 0.0, 0.8]])
+
+
+def drawn(p: np.ndarray) -> np.ndarray:
+    return (p.cumsum(1) < RNG.random((len(p), 1))).sum(1)
 
 
 def test_sharpness_is_where_the_loss_is_lowest() -> None:
-    logits = torch.randn(400, 3, dtype=torch.float64)
-    labels = torch.multinomial((2.5 * logits).softmax(1), 1).squeeze(1)
-    found = noise.fit_sharpness(logits, labels)
-    b = torch.tensor(found, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(cross_entropy(b * logits, labels), b)
-    assert abs(float(slope)) < 1e-3
-    assert 1.8 < found < 3.5
+    logits = RNG.normal(size=(4000, 3))
+    labels = drawn(softmax(3 * logits, 1))
+    b, loss = noise.fit_sharpness(logits, labels)
+    assert b == pytest.approx(3, rel=0.1)
+    assert loss == pytest.approx(noise.cross_entropy(b * logits, labels), abs=1e-4)
+    for other in (0.9 * b, 1.1 * b):
+        assert noise.cross_entropy(other * logits, labels) > loss
 
 
-def test_transitions_of_a_certain_model_are_counts() -> None:
-    true, given = torch.randint(3, (200,)), torch.randint(3, (200,))
-    T = noise.transitions(one_hot(true, 3).double(), given)
-    counts = torch.eye(3, dtype=torch.float64)  # one sample of each class seen right
-    counts.index_put_((true, given), torch.ones(200, dtype=torch.float64), accumulate=True)
-    torch.testing.assert_close(T, counts / counts.sum(1, keepdim=True))
+def test_a_pool_prefers_the_model_that_predicts() -> None:
+    logits = 2 * RNG.normal(size=(2000, 3))
+    labels = drawn(softmax(logits, 1))
+    pool = noise.fit_pool([logits, RNG.normal(size=(2000, 3))], labels)
+    np.testing.assert_allclose(pool.coefficients, [1.0, 0.0], atol=0.1)
+    np.testing.assert_allclose(pool.bias, 0.0, atol=0.15)
+    assert pool.strangeness < 0.02
 
 
-def test_transitions_are_found_through_an_uncertain_model() -> None:
-    probabilities = (3 * torch.randn(20_000, 3, dtype=torch.float64)).softmax(1)
-    true = torch.multinomial(probabilities, 1).squeeze(1)
-    T = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.9, 0.1], [0.2, 0.0, 0.8]], dtype=torch.float64)
-    given = torch.multinomial(T[true], 1).squeeze(1)
-    torch.testing.assert_close(noise.transitions(probabilities, given), T, atol=0.03, rtol=0)
+def test_labels_of_strangers_are_expected_in_every_class() -> None:
+    logits = 9 * np.eye(3)[RNG.integers(3, size=3000)]
+    labels = np.where(RNG.random(3000) < 0.15, RNG.integers(3, size=3000), logits.argmax(1))
+    pool = noise.fit_pool([logits], labels)
+    p = pool.probabilities([logits])
+    assert p.max(1).mean() == pytest.approx((labels == logits.argmax(1)).mean(), abs=0.02)
 
 
-def test_quality_is_bayes_rule() -> None:
-    T = torch.tensor([[0.6, 0.4], [0.1, 0.9]])
-    p = torch.tensor([[0.3, 0.7], [0.3, 0.7]])
-    q = noise.quality(p, torch.tensor([0, 1]), T)
-    expected = [0.3 * 0.6 / (0.3 * 0.6 + 0.7 * 0.1), 0.7 * 0.9 / (0.3 * 0.4 + 0.7 * 0.9)]
-    torch.testing.assert_close(q, torch.tensor(expected))
+def test_confusions_of_classes_are_found() -> None:
+    p = softmax(4 * RNG.normal(size=(10_000, 3)), 1)
+    true = drawn(p)
+    given = drawn(T[true])
+    b = np.tile(np.bincount(given) / len(given), (len(p), 1))  # nothing about a sample
+    found = noise.fit_noise(p, b, given[:, None])
+    assert found.share < 0.25
+    mixed = (1 - found.share) * found.transitions + found.share * b[0]
+    np.testing.assert_allclose(mixed, T, atol=0.06)
 
 
-def test_without_right_labels_the_majority_decides() -> None:
-    p = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.3, 0.5]])
-    q, T = noise.judge(p, torch.tensor([1, 2]), verified=False)
-    torch.testing.assert_close(q, torch.tensor([0.3 / 0.8, 0.5 / 0.8]))
-    torch.testing.assert_close(T, torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1 / 3, 2 / 3]]))
+def test_labels_that_the_features_give_are_found() -> None:
+    p = softmax(RNG.normal(size=(10_000, 3)), 1)
+    b = softmax(6 * RNG.normal(size=(10_000, 3)), 1)  # sure of the label, whatever the class
+    true, given = drawn(p), drawn(b)
+    found = noise.fit_noise(p, b, given[:, None])
+    assert found.share > 0.9
+    quality = found.posterior(p, b, given[:, None])[np.arange(10_000), given]
+    assert quality.mean() == pytest.approx((true == given).mean(), abs=0.03)
+
+
+def test_quality_is_bayes_rule_for_any_number_of_annotators() -> None:
+    model = NoiseModel(np.array([[0.6, 0.4], [0.1, 0.9]]), 0.25)
+    p, b = np.array([[0.3, 0.7]] * 3), np.array([[0.5, 0.5]] * 3)
+    L = 0.75 * model.transitions + 0.25 * 0.5
+    votes = np.array([[0, 1], [1, MISSING], [MISSING, MISSING]])
+    both = p[0] * L[:, 0] * L[:, 1]
+    one = p[0] * L[:, 1]
+    expected = [both / both.sum(), one / one.sum(), p[0]]
+    np.testing.assert_allclose(model.posterior(p, b, votes), expected)
+
+
+def test_without_trusted_samples_the_surest_are_anchors() -> None:
+    p = softmax(8 * RNG.normal(size=(6000, 3)), 1)
+    found, inverted = noise.anchored(p @ T)
+    np.testing.assert_allclose(found, T, atol=0.02)
+    assert np.abs(inverted - p).max() < 0.05
+
+
+def test_the_threshold_has_the_highest_expected_f1() -> None:
+    quality = RNG.random(50)
+    wrong = 1 - quality
+    scores = [2 * wrong[quality <= q].sum() / ((quality <= q).sum() + wrong.sum()) for q in quality]
+    assert noise.threshold(quality) == pytest.approx(quality[int(np.argmax(scores))])
+
+
+@pytest.mark.parametrize("best", [1e-6, 3e-4, 0.01, 8.0])
+def test_the_search_for_a_ridge_goes_as_far_as_it_must(best: float) -> None:
+    ridge, seen = best_ridge((1e-7, 1e-2, 30.0), lambda r: (abs(np.log(r / best)), r))
+    assert ridge == seen
+    assert abs(np.log10(ridge / best)) <= 0.26
+    assert best_ridge((2.0, 2.0, 2.0), lambda r: (0.0, "only")) == (2.0, "only")
+
+
+def test_clean_labels_show_no_noise_and_wrong_ones_do() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 3, 1200)
+    models = [2 * np.eye(3)[truth] + rng.normal(size=(1200, 3)) for _ in range(2)]
+    right, given = truth[:200], truth[200:]
+    trusted, judged = [z[:200] for z in models], [z[200:] for z in models]
+    loss = fit_pool(trusted, right).loss
+    assert not shows_noise(judged, trusted, given, right, loss)
+    wrong = np.where(rng.random(1000) < 0.3, (given + 1) % 3, given)
+    assert shows_noise(judged, trusted, wrong, right, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ LARGEST = 1e100
 
 _MOST_CATEGORIES = 50  # a column of text with more distinct values is not one of categories
 _MOST_WORDS = 50_000
+_FEWEST_ROWS = 20  # with fewer, what a column holds cannot be told from its values
+_DATE = re.compile(r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})($|[T ])")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _NUMERIC_SHARE = 0.9  # if this share of the values are numbers, the others are taken for mistakes
 
@@ -90,8 +93,13 @@ class NumberColumn(Column):
 
     @classmethod
     def fitted(cls, name: str, values: Array, source: str) -> NumberColumn:
-        numbers = cls(name).encode(values, source)
-        return cls(name, float(numbers.mean()), float(numbers.std()) or 1.0)
+        known = values
+        if values.dtype == object:
+            known = pd.to_numeric(pd.Series(values), errors="coerce").to_numpy(np.float64)
+        known = known[np.isfinite(known)]
+        mean = float(known.mean()) if len(known) and np.abs(known).max() < LARGEST else 0.0
+        numbers = cls(name, mean).encode(values, source)
+        return cls(name, mean, float(numbers.std()) or 1.0)
 
     def encode(self, values: Array, source: str) -> Array:
         numbers = values
@@ -104,6 +112,7 @@ class NumberColumn(Column):
                         f"row {row} (the first row is 0), where a number is expected; correct it, "
                         f"or declare the column by --category or --text"
                     )
+        numbers = np.where(np.isnan(numbers), self.mean, numbers)  # missing: as on average
         bad = np.flatnonzero(~(np.abs(numbers) < LARGEST))
         if len(bad):
             raise InputError(
@@ -225,6 +234,25 @@ def fit_column(name: str, values: Array, source: str, choices: ColumnChoices) ->
     if len(set(values)) <= min(_MOST_CATEGORIES, len(values) / 2):
         return CategoryColumn.fitted(name, values)
     return TextColumn.fitted(name, values)
+
+
+def unhelpful(name: str, values: Array) -> str | None:
+    """Why nothing can be learned from the column for other rows, in words, if that is so."""
+    if len(values) < _FEWEST_ROWS:
+        return None
+    if values.dtype != object:
+        whole = np.isfinite(values).all() and (values == np.round(values)).all()
+        if whole and (np.diff(values) == 1).all():
+            return "it numbers the rows"
+        named = re.search(r"(^|[_\W])(id|uuid|key|index)$", name.lower())
+        if whole and named and len(np.unique(values)) == len(values):
+            return "it identifies the rows"
+        return None
+    present = [value.strip() for value in values if not _is_missing(value)]
+    dates = sum(bool(_DATE.match(value)) for value in present)
+    if present and dates >= _NUMERIC_SHARE * len(present):
+        return "it holds dates"
+    return None
 
 
 def bad_number(value: float) -> str:

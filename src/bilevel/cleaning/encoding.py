@@ -27,6 +27,7 @@ from bilevel.cleaning.columns import (
     TextColumn,
     bad_number,
     fit_column,
+    unhelpful,
 )
 from bilevel.cleaning.samples import (
     Array,
@@ -86,6 +87,10 @@ class Encoder(ABC):
     def text(self) -> list[str]:
         """The columns whose values are text, even if they look like numbers."""
         return []
+
+    def in_words(self) -> str | None:
+        """How the columns were read, if there are any."""
+        return None
 
 
 def fit(samples: Samples, choices: ColumnChoices | None = None) -> Encoder:
@@ -218,7 +223,12 @@ class TableEncoder(Encoder):
         for name in samples.columns:
             if name in choices.ignore:
                 continue
-            column = fit_column(name, samples.table[name], samples.name, choices)
+            values = samples.table[name]
+            why = None if name in choices.named else unhelpful(name, values)
+            if why is not None:
+                notices.append(f"The column {name!r} was left out: {why}.")
+                continue
+            column = fit_column(name, values, samples.name, choices)
             if column is None:
                 notices.append(f"The column {name!r} was left out: nothing in it occurs twice.")
             else:
@@ -276,6 +286,12 @@ class TableEncoder(Encoder):
     @property
     def text(self) -> list[str]:
         return [column.name for column in self.columns if not isinstance(column, NumberColumn)]
+
+    def in_words(self) -> str | None:
+        kinds: dict[str, list[str]] = {}
+        for column in self.columns:
+            kinds.setdefault(column.kind, []).append(column.name)
+        return f"Columns: {'; '.join(f'{kind} {listed(v)}' for kind, v in kinds.items())}."
 
     def shown(self, samples: Samples) -> list[str]:
         texts = [column.name for column in self.columns if isinstance(column, TextColumn)]

@@ -8,7 +8,7 @@ import pandas as pd
 
 from bilevel.cleaning.columns import ColumnChoices
 from bilevel.cleaning.encoding import fit
-from bilevel.cleaning.findings import LABELS, REPORT, Findings, Tell, clean
+from bilevel.cleaning.findings import CORRECTED, LABELS, REPORT, Findings, Tell, clean
 from bilevel.cleaning.reading import read
 from bilevel.cleaning.report import render
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS
@@ -16,17 +16,17 @@ from bilevel.data.output import harmless, written
 
 __all__ = ["FILES", "ColumnChoices", "clean_files", "write"]
 
-FILES = (LABELS, TENSORS, DESCRIPTION, REPORT)
+FILES = (LABELS, CORRECTED, TENSORS, DESCRIPTION, REPORT)
 
 
 def clean_files(
     train: Path,
-    trusted: Path,
+    trusted: Path | None,
     *,
     label: str | None = None,
     id_column: str | None = None,
     choices: ColumnChoices | None = None,
-    threshold: float = 0.5,
+    threshold: float | None = None,
     seed: int = 0,
     checkpoint: Path | None = None,
     tell: Tell = lambda stage: None,
@@ -35,10 +35,10 @@ def clean_files(
 
     Args:
         train: a file or a folder, as for :func:`bilevel.cleaning.reading.read`.
-        trusted: a file or a folder of samples whose labels are right.
+        trusted: a file or a folder of samples whose labels are right; None: there are none.
         label, id_column: columns of both.
         choices: columns whose kind is given.
-        threshold: labels of a lower quality are suspect.
+        threshold: labels of a lower quality are suspect; None: it is chosen.
         seed: determines everything random.
         checkpoint: a folder, as for :class:`~bilevel.LabelCleaner`.
         tell: receives, in words, what is being done.
@@ -48,7 +48,7 @@ def clean_files(
     samples = read(train, label=label, id_column=id_column, text=[*choices.text, *choices.category])
     encoder = fit(samples, choices)
     # A column of text in the first set is text in the second, even if it looks like numbers there.
-    right = read(trusted, label=label, text=encoder.text)
+    right = None if trusted is None else read(trusted, label=label, text=encoder.text)
     return clean(
         samples, right, encoder, threshold=threshold, seed=seed, checkpoint=checkpoint, tell=tell
     )
@@ -57,14 +57,23 @@ def clean_files(
 def write(findings: Findings, folder: Path, *, overwrite: bool = False) -> None:
     """Write the labels, the model and the report to a folder; all files or none.
 
-    In the table of labels an apostrophe comes before text that a spreadsheet would take for a
-    formula and compute. Numbers, such as the class -1, stay as they are.
+    In the tables an apostrophe comes before text that a spreadsheet would take for a formula and
+    compute. Numbers, such as the class -1, stay as they are.
     """
-    table, page = findings.table(), render(findings)
+    table, page, corrected = findings.table(), render(findings), findings.corrected()
+    for written_table in (table, corrected):
+        if written_table is not None:
+            _disarm(written_table)
+    with written(folder, overwrite) as part:
+        table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
+        if corrected is not None:
+            corrected.to_csv(part / CORRECTED, index=False, lineterminator="\n", encoding="utf-8")
+        findings.model().save(part)
+        (part / REPORT).write_text(page, encoding="utf-8")
+
+
+def _disarm(table: pd.DataFrame) -> None:
+    """Put an apostrophe before text that a spreadsheet would compute, in place."""
     for column in table.columns:
         if not pd.api.types.is_numeric_dtype(table[column]):
             table[column] = table[column].map(harmless)
-    with written(folder, overwrite) as part:
-        table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
-        findings.model().save(part)
-        (part / REPORT).write_text(page, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ import pandas as pd
 
 from bilevel.cleaning.encoding import Encoder, fit
 from bilevel.cleaning.estimator import LabelCleaner
-from bilevel.cleaning.samples import Labels, Samples
+from bilevel.cleaning.roles import FEWEST_TRUSTED
+from bilevel.cleaning.samples import Labels, Samples, TableSamples
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS, CleanedModel
 from bilevel.cleaning.wording import listed, shortened
-from bilevel.errors import InputError
+from bilevel.errors import CleaningWarning, InputError
 
-LABELS, REPORT = "labels.csv", "report.html"
+LABELS, CORRECTED, REPORT = "labels.csv", "corrected.csv", "report.html"
+NEXT = 20
+"""How many rows are named that are to be labelled next."""
 
 GRID = 10_000
 """Qualities and weights are reported in steps of 1 / GRID, rounded down."""
@@ -35,7 +39,7 @@ class Findings:
 
     Attributes:
         samples: the samples whose labels were judged.
-        trusted: the samples whose labels were taken as right.
+        trusted: the samples whose labels were taken as right, if there are any.
         encoder: turns samples into features.
         cleaner: the fitted estimator.
         classes: the labels in natural order, so that "9" comes before "10".
@@ -46,7 +50,7 @@ class Findings:
     """
 
     samples: Samples
-    trusted: Samples
+    trusted: Samples | None
     encoder: Encoder
     cleaner: LabelCleaner
     classes: list[str]
@@ -79,6 +83,29 @@ class Findings:
             (self.classes[i], self.classes[j], int(counts[i, j])) for i, j in pairs if counts[i, j]
         ]
 
+    @property
+    def next_rows(self) -> list[str]:
+        """The names of the rows whose review would help most."""
+        rows = self.cleaner.label_next(NEXT).tolist()
+        return [str(i) if self.samples.ids is None else self.samples.ids[i] for i in rows]
+
+    @property
+    def share_in_words(self) -> str:
+        """The estimated share of wrong labels, with its interval."""
+        low, high = self.cleaner.wrong_share_interval_
+        return (
+            f"About {self.cleaner.wrong_share_:.1%} of all labels are wrong, between {low:.1%} and "
+            f"{high:.1%}."
+        )
+
+    def corrected(self) -> pd.DataFrame | None:
+        """The table that was read, with suggested labels, if the samples are one."""
+        if not isinstance(self.samples, TableSamples) or self.samples.original is None:
+            return None
+        frame: pd.DataFrame = self.samples.original.copy()
+        frame[self.samples.label] = self.table()["suggested_label"].to_numpy()
+        return frame
+
     def table(self) -> pd.DataFrame:
         """One row for each sample, as in ``labels.csv``."""
         names = np.array(self.classes, dtype=object)
@@ -101,7 +128,8 @@ class Findings:
         return CleanedModel.of(self.cleaner, self.encoder)
 
     def summary(self) -> list[str]:
-        """The findings in four lines."""
+        """The findings in five lines, and what there is to be said about columns and models."""
+        columns = self.encoder.in_words()
         count = int(self.suspect.sum())
         worst = np.argsort(self.quality, kind="stable")[: min(count, 5)]
         names = [str(i) if self.samples.ids is None else self.samples.ids[i] for i in worst]
@@ -111,24 +139,38 @@ class Findings:
         ]
         return [
             f"{self.samples.counted()} of {_quoted(self.samples.name)} in {len(self.classes)} "
-            f"classes, judged with {self.trusted.counted()} of {_quoted(self.trusted.name)}.",
+            f"classes, judged {self._help()}.",
             f"{count:,} labels look wrong, {count / len(self.samples):.1%} of all labels.",
             f"Most often: {', '.join(pairs) or 'none'}.",
             f"Look at these first: {self.samples.noun} {listed(names)}."
             if names
             else "There is nothing to look at.",
+            self.share_in_words,
+            *([] if columns is None else [columns]),
+            *self.encoder.notices,
+            *(f"Note: {notice}." for notice in self.cleaner.notices_),
         ]
+
+    def _help(self) -> str:
+        if self.trusted is None:
+            return "without trusted samples, by what similar samples are labelled"
+        return f"with {self.trusted.counted()} of {_quoted(self.trusted.name)}"
 
     def to_json(self) -> dict[str, Any]:
         """The figures as a JSON object."""
         return {
             "samples": len(self.samples),
-            "trusted": len(self.trusted),
+            "trusted": 0 if self.trusted is None else len(self.trusted),
             "classes": self.classes,
             "suspect": int(self.suspect.sum()),
             "threshold": self.threshold / GRID,
             "confusions": self.confusions.tolist(),
             "settings": {name: float(v) for name, v in self.cleaner.settings_.items()},
+            "wrong_share": self.cleaner.wrong_share_,
+            "wrong_share_interval": list(self.cleaner.wrong_share_interval_),
+            "comparison": self.cleaner.comparison_,
+            "label_next": self.next_rows,
+            "notices": [*self.encoder.notices, *self.cleaner.notices_],
             "seconds": self.seconds,
             "files": [LABELS, TENSORS, DESCRIPTION, REPORT],
         }
@@ -136,12 +178,12 @@ class Findings:
 
 def clean(
     samples: Samples,
-    trusted: Samples,
+    trusted: Samples | None,
     encoder: Encoder | None = None,
     *,
-    threshold: float = 0.5,
+    threshold: float | None = None,
     seed: int = 0,
-    max_steps: int = 40,
+    max_steps: int = 10,
     checkpoint: Path | None = None,
     tell: Tell = lambda stage: None,
 ) -> Findings:
@@ -149,9 +191,10 @@ def clean(
 
     Args:
         samples: the samples to judge.
-        trusted: samples whose labels are right.
+        trusted: samples whose labels are right; None: there are none.
         encoder: turns both into features; None: it is fitted to ``samples``.
-        threshold: labels of a lower quality are suspect.
+        threshold: labels of a lower quality are suspect; None: that with which the suspects are
+            expected to have the highest F1 score.
         seed: determines everything random.
         max_steps: the most steps of the weights.
         checkpoint: a folder, as for :class:`~bilevel.LabelCleaner`.
@@ -161,10 +204,13 @@ def clean(
     encoder = encoder or fit(samples)
     y, right = _checked_labels(samples, trusted)
     tell("computing features")
-    X, X_clean = encoder.encode(samples), encoder.encode(trusted)
+    X = encoder.encode(samples)
+    X_clean = None if trusted is None else encoder.encode(trusted)
     tell("judging labels")
     cleaner = LabelCleaner(random_state=seed, max_steps=max_steps, checkpoint=checkpoint)
-    cleaner.fit(X, y, X_clean=X_clean, y_clean=right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CleaningWarning)  # they are among the findings
+        cleaner.fit(X, y, X_clean=X_clean, y_clean=right)
     issues = cleaner.label_issues()
     classes = sorted(cleaner.classes_.tolist(), key=_natural_order)
     codes = {name: code for code, name in enumerate(classes)}
@@ -178,36 +224,43 @@ def clean(
         predicted=issues["predicted_label"].map(codes).to_numpy(np.int64),
         quality=_on_grid(cleaner.label_quality_),
         weight=_on_grid(cleaner.sample_weight_),
-        threshold=round(threshold * GRID),
+        threshold=_limit(cleaner) if threshold is None else round(threshold * GRID),
         seconds=time.perf_counter() - start,
     )
 
 
-def _checked_labels(samples: Samples, trusted: Samples) -> tuple[Labels, Labels]:
-    """The labels of both sets; refuses classes that only one of them has."""
+def _checked_labels(samples: Samples, trusted: Samples | None) -> tuple[Labels, Labels | None]:
+    """The labels of both sets; refuses trusted labels that the other samples do not have."""
     assert samples.labels is not None
-    assert trusted.labels is not None
-    classes, known = np.unique(samples.labels), np.unique(trusted.labels)
+    classes = np.unique(samples.labels)
     if len(classes) < 2:
         raise InputError(
             f"{samples.name} has one class only, {str(classes[0])!r}; there is no other class that "
             f"a label could be mistaken for"
         )
-    if len(trusted) < len(classes):
+    if trusted is None:
+        return samples.labels, None
+    assert trusted.labels is not None
+    if len(trusted) < FEWEST_TRUSTED:
         raise InputError(
-            f"{trusted.name} has {trusted.counted()}, fewer than the {len(classes)} classes of "
-            f"{samples.name}; trust at least one of each class, better ten"
+            f"{trusted.name} has {trusted.counted()}, fewer than {FEWEST_TRUSTED}; trust some of "
+            f"each class, better ten, or leave out --trusted"
         )
-    for here, there, unmatched, advice in (
-        (trusted, samples, np.setdiff1d(known, classes), "correct it, or leave these samples out"),
-        (samples, trusted, np.setdiff1d(classes, known), "trust at least one of each, better ten"),
-    ):
-        if len(unmatched):
-            labels = listed(sorted(unmatched.tolist(), key=_natural_order))
-            raise InputError(
-                f"{here.name} has the label {labels}, which {there.name} does not have; {advice}"
-            )
+    unknown = np.setdiff1d(np.unique(trusted.labels), classes)
+    if len(unknown):
+        labels = listed(sorted(unknown.tolist(), key=_natural_order))
+        raise InputError(
+            f"{trusted.name} has the label {labels}, which {samples.name} does not have; correct "
+            f"it, or leave these samples out"
+        )
     return samples.labels, trusted.labels
+
+
+def _limit(cleaner: LabelCleaner) -> int:
+    """The threshold on the grid, above the quality of every label that is an issue."""
+    issues = cleaner.label_issues()
+    some = issues["label_quality"][issues["is_label_issue"]]
+    return int(_on_grid(some.max())) + 1 if len(some) else 0
 
 
 def _on_grid(values: Any) -> npt.NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from bilevel.cleaning.rows import FeatureRows, Features
 from bilevel.methods import F2SA
 
-INNER_STEPS = 20
+INNER_STEPS = 10
 MULTIPLIER = 5.0
 WEIGHT_STEP = 0.5
 """The change of a weight per unit of loss that the trusted samples would gain from it.
@@ -48,6 +49,18 @@ class Learner(ABC):
         """The logits, of shape (rows, classes)."""
 
     @abstractmethod
+    def folded(self, y: Any, folds: int) -> Any:
+        """As many copies of the variables as there are folds, as variables of one problem."""
+
+    @abstractmethod
+    def fold(self, y: Any, number: int) -> Any:
+        """One of these copies."""
+
+    @abstractmethod
+    def fold_logits(self, y: Any, features: Features) -> Tensor:
+        """The logits of all copies, of shape (rows, folds, classes)."""
+
+    @abstractmethod
     def penalty(self, y: Any) -> Tensor:
         """The squared norm that is multiplied by the ridge."""
 
@@ -66,8 +79,8 @@ class Learner(ABC):
 
     @property
     @abstractmethod
-    def ridges(self) -> list[float]:
-        """The ridges among which the fit chooses, the largest first."""
+    def ridges(self) -> tuple[float, float, float]:
+        """The smallest ridge that is tried, the first and the largest; all equal: no choice."""
 
     @abstractmethod
     def fit(
@@ -88,6 +101,21 @@ class Learner(ABC):
             start: the variables to start from; None: those of :meth:`start`.
         """
 
+    def fit_several(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: Sequence[HeldBack | None],
+        starts: Sequence[Any],
+    ) -> list[Any]:
+        """Train one model for each row of ``weights``, (models, samples), as :meth:`fit` does."""
+        return [
+            self.fit(rows, labels, w, ridge, some, start=start)
+            for w, some, start in zip(weights, held, starts, strict=True)
+        ]
+
     @torch.no_grad()
     def predict(self, y: Any, rows: FeatureRows) -> Tensor:
         """The logits of all rows."""
@@ -96,6 +124,12 @@ class Learner(ABC):
         places = torch.split(torch.arange(len(rows)), rows.chunk)
         return torch.cat([self.logits(y, rows.take(some)) for some in places])
 
+    @torch.no_grad()
+    def predict_folds(self, y: Any, rows: FeatureRows) -> Tensor:
+        """The logits of all rows by all folds, of shape (rows, folds, classes)."""
+        places = torch.split(torch.arange(len(rows)), rows.chunk)
+        return torch.cat([self.fold_logits(y, rows.take(some)) for some in places])
+
     def finished(self, y: Any) -> Any:
         """The variables in the form that is kept for predictions."""
         return y
@@ -103,3 +137,14 @@ class Learner(ABC):
     def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         """sum_i w_i CE_i over the given samples."""
         return weights @ cross_entropy(self.logits(y, features), labels, reduction="none")
+
+    def fold_losses(self, y: Any, features: Features, labels: Tensor) -> Tensor:
+        """CE_i by each of several copies of the variables, of shape (rows, folds)."""
+        return fold_losses(self.fold_logits(y, features), labels)
+
+
+def fold_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """CE_i by each fold from logits (rows, folds, classes)."""
+    repeated = labels.repeat_interleave(logits.shape[1])
+    losses = cross_entropy(logits.flatten(0, 1), repeated, reduction="none")
+    return losses.view(logits.shape[:2])

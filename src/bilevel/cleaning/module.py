@@ -39,6 +39,15 @@ class ModuleLearner(Learner):
     def start(self) -> nn.Module:
         return copy.deepcopy(self.module)
 
+    def folded(self, y: Any, folds: int) -> nn.ModuleList:
+        return nn.ModuleList([copy.deepcopy(y) for _ in range(folds)])
+
+    def fold(self, y: Any, number: int) -> Any:
+        return y[number]
+
+    def fold_logits(self, y: Any, features: Features) -> Tensor:
+        return torch.stack([self.logits(module, features) for module in y], 1)
+
     def logits(self, y: Any, features: Features) -> Tensor:
         logits: Tensor = y(features)
         if logits.shape != (len(features), self.classes):
@@ -61,8 +70,8 @@ class ModuleLearner(Learner):
         return 1e-5
 
     @property
-    def ridges(self) -> list[float]:
-        return [self.ridge]
+    def ridges(self) -> tuple[float, float, float]:
+        return self.ridge, self.ridge, self.ridge
 
     def method(self, samples: int) -> F2SA:
         return F2SA(inner_steps=INNER_STEPS, multiplier=MULTIPLIER, upper_lr=WEIGHT_STEP * samples)
@@ -78,6 +87,10 @@ class ModuleLearner(Learner):
             return super().predict(y.eval(), rows)
         finally:
             y.train(training)
+
+    @torch.no_grad()
+    def predict_folds(self, y: Any, rows: FeatureRows) -> Tensor:
+        return torch.stack([self.predict(module, rows) for module in y], 1)
 
     def fit(
         self,

@@ -1,100 +1,217 @@
-"""The probability that a label is right, from a model and the labels that were given.
+"""From predictions to the probability that a label is right.
 
-With p_i(k) the model's probability that sample i is of class k, and T(k, j) the probability that a
-sample of class k was given the label j,
+Several models are pooled: p_i = softmax(sum_m a_m z_mi + c), with z_mi the logits of model m for
+sample i by a fit without that sample, and a >= 0 and c fitted to the trusted samples, so that p is
+calibrated. A few trusted samples are unlike anything that the models expect; their share d is
+estimated as well, and p becomes (1 - d) p + d / classes.
 
-    P(label j of sample i is right) = p_i(j) T(j, j) / sum_k p_i(k) T(k, j)
+A label of a sample of class k is j with the probability
 
-p has to be calibrated: it is softmax(b * logits) with the b that fits the held-back trusted samples
-best. T maximises the log-likelihood of the given labels, sum_i log sum_k p_i(k) T(k, j_i), which is
-concave; it is found by expectation maximisation.
+    (1 - s) T(k, j) + s b_i(j),
 
-If the calibration samples have labels as noisy as all others, p_i(j) is the probability that j was
-given, the identity is the best T, and every label seems right. All that can be said then is which
-label samples like i are given most often: p_i(j) / (p_i(j) + max_k p_i(k)), k not j, is below 1/2
-if that label is not j.
+with T(k, j) the confusions of classes, and b_i(j) the frequency with which samples like i are given
+the label j, whatever their class: keywords, rules and tired people err by the features, not by the
+class. T and s maximise the likelihood of the given labels, by expectation maximisation. Then
+
+    P(class k | sample i, its labels j) ~ p_i(k) prod_j ((1 - s) T(k, j) + s b_i(j)).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-_ITERATIONS = 200
-_TOLERANCE = 1e-4  # T has converged when no entry changes by more than this
-_SHARPNESS_RANGE = (0.05, 20.0)
-_PRIOR = 1.0  # pseudo-counts: samples of each class assumed to have been seen with the right label
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import log_softmax, softmax
+
+Array: TypeAlias = npt.NDArray[Any]
+
+MISSING = -1
+"""The code of a label that an annotator did not give."""
+
+_LEAST_PART = 1 / 3  # of the wrong labels; no noise is known to depend on the class alone
+_ITERATIONS = 100
+_TOLERANCE = 1e-3
+_MOST_SAMPLES = 5_000
+_PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
+_PRECISION = 5.0
+"""Of the prior of a pool: as much as 20 labelled samples say, each at most 1/4 about a logit."""
+UNIDENTIFIED = 0.2
+"""By how much s may be wrong, because the labels alone do not tell it."""
 
 
-def fit_sharpness(logits: Tensor, labels: Tensor) -> float:
-    """The inverse temperature b for which softmax(b * logits) fits the labels best.
+def cross_entropy(logits: Array, labels: Array) -> float:
+    """The mean cross entropy."""
+    return float(-log_softmax(logits, 1)[np.arange(len(labels)), labels].mean())
 
-    The loss is convex in b, so golden-section search over log b finds the minimum.
-    """
-    low, high = (torch.tensor(bound).log().item() for bound in _SHARPNESS_RANGE)
+
+def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
+    """The factor b for which softmax(b * logits) fits the labels best, and the loss with it."""
 
     def loss(log_b: float) -> float:
-        return float(cross_entropy(torch.tensor(log_b).exp() * logits, labels))
+        prior = 0.02 * log_b**2 / max(len(labels), 1)  # decides where any factor fits
+        return cross_entropy(np.exp(log_b) * logits, labels) + prior
 
-    ratio = (5**0.5 - 1) / 2
-    while high - low > 1e-3:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if loss(left) <= loss(right):
-            high = right
-        else:
-            low = left
-    return float(torch.tensor((low + high) / 2).exp())
+    found = minimize_scalar(loss, bounds=(-5, 5), method="bounded", options={"xatol": 0.01})
+    return float(np.exp(found.x)), float(found.fun)
 
 
-def transitions(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """T(k, j), from the model's probabilities (n, k) and the given labels (n,)."""
-    classes = probabilities.shape[1]
-    prior = _PRIOR * torch.eye(classes, dtype=probabilities.dtype)
-    given = one_hot(labels, classes).to(probabilities.dtype)
-    # Start from the model's view of the classes, with more labels right than wrong.
-    T = _normalised(probabilities.T @ given + len(labels) * prior / classes)
-    for _ in range(_ITERATIONS):
-        before = T
-        T = _normalised(true_class(probabilities, labels, T).T @ given + prior)
-        if float((T - before).abs().max()) < _TOLERANCE:
-            break
-    return T
+@dataclass(frozen=True)
+class Pool:
+    """Models as one: p = (1 - strangeness) softmax(sum_m coefficients_m z_m + bias) + ...
+
+    Attributes:
+        coefficients: one for each model, not negative.
+        bias: one for each class.
+        strangeness: the share of samples that are unlike anything that the models expect.
+        loss: the cross entropy on the samples to which the pool was fitted.
+    """
+
+    coefficients: Array
+    bias: Array
+    strangeness: float
+    loss: float
+
+    def logits(self, models: list[Array]) -> Array:
+        """The logits of the pool from those of the models."""
+        return np.tensordot(self.coefficients, np.stack(models), 1) + self.bias
+
+    def probabilities(self, models: list[Array]) -> Array:
+        """The probability of each class."""
+        p = softmax(self.logits(models), 1)
+        mixed: Array = (1 - self.strangeness) * p + self.strangeness / p.shape[1]
+        return mixed
 
 
-def _normalised(counts: Tensor) -> Tensor:
-    return counts / counts.sum(1, keepdim=True)
-
-
-def true_class(probabilities: Tensor, labels: Tensor, T: Tensor) -> Tensor:
-    """P(class k | sample i and its given label), of shape (n, k)."""
-    joint = probabilities * T.T[labels]
-    return joint / joint.sum(1, keepdim=True).clamp_min(torch.finfo(joint.dtype).tiny)
-
-
-def quality(probabilities: Tensor, labels: Tensor, T: Tensor) -> Tensor:
-    """P(the given label is right), of shape (n,)."""
-    return true_class(probabilities, labels, T).gather(1, labels.unsqueeze(1)).squeeze(1)
-
-
-def agreement(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """p(given) / (p(given) + largest other p), of shape (n,)."""
-    given = labels.unsqueeze(1)
-    own = probabilities.gather(1, given).squeeze(1)
-    others = probabilities.scatter(1, given, 0.0).amax(1)
-    return own / (own + others)
-
-
-def judge(probabilities: Tensor, labels: Tensor, verified: bool) -> tuple[Tensor, Tensor]:
-    """The probability that each label is right, and T.
+def fit_pool(models: list[Array], labels: Array) -> Pool:
+    """The pool that fits the labels best; with few labels, all models count alike.
 
     Args:
-        probabilities: the calibrated probability of each class, for each sample.
-        labels: the labels that were given.
-        verified: whether the labels used for calibration are known to be right.
+        models: the logits of each, for the labelled samples.
+        labels: the classes of these samples.
     """
-    if verified:
-        T = transitions(probabilities, labels)
-        return quality(probabilities, labels, T), T
-    predicted = one_hot(probabilities.argmax(1), probabilities.shape[1]).to(probabilities.dtype)
-    return agreement(probabilities, labels), transitions(predicted, labels)
+    count, classes = models[0].shape
+    sharpness = np.array([fit_sharpness(z, labels)[0] for z in models])
+    Z = sharpness[:, None, None] * np.stack(models)
+    onehot = np.eye(classes)[labels]
+    equal = np.full(len(models), 1 / len(models))
+    seen = onehot.any(0)  # there is nothing to say about the bias of other classes
+
+    def objective(flat: Array) -> tuple[float, Array]:
+        a, c = flat[: len(models)], flat[len(models) :]
+        log_p = log_softmax(np.tensordot(a, Z, 1) + c, 1)
+        slope = np.exp(log_p) - onehot
+        prior = 0.5 * _PRECISION * float(((a - equal) ** 2).sum() + (c**2).sum())
+        by_a = (Z * slope).sum((1, 2)) + _PRECISION * (a - equal)
+        gradient = np.concatenate([by_a, (slope.sum(0) + _PRECISION * c) * seen])
+        return (prior - float((log_p * onehot).sum())) / count, gradient / count
+
+    start = np.concatenate([equal, np.zeros(classes)])
+    bounds = [(0, None)] * len(models) + [(None, None)] * classes
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    a, c = found.x[: len(models)], found.x[len(models) :]
+    p = softmax(np.tensordot(a, Z, 1) + c, 1)[np.arange(count), labels]
+    strange = 0.02
+    for _ in range(_ITERATIONS):
+        chance = strange / classes
+        strange = (float((chance / ((1 - strange) * p + chance)).sum()) + 0.5) / (count + 1)
+    loss = float(-np.log((1 - strange) * p + strange / classes).mean())
+    return Pool(a * sharpness, c, strange, loss)
+
+
+@dataclass(frozen=True)
+class NoiseModel:
+    """How labels come about.
+
+    Attributes:
+        transitions: T(k, j), the confusions of classes.
+        share: s, the share of labels that are given by the features and not by the class.
+    """
+
+    transitions: Array
+    share: float
+
+    def posterior(self, p: Array, b: Array, labels: Array) -> Array:
+        """P(class k | sample, its labels), of shape (n, classes)."""
+        q = p
+        for column in labels.T:
+            q = q * np.where(column[:, None] == MISSING, 1.0, self._likelihood(b, column))
+            q /= q.sum(1, keepdims=True) + 1e-300
+        return q
+
+    def _likelihood(self, b: Array, column: Array) -> Array:
+        """P(label | class k, sample), of shape (n, classes)."""
+        by_features: Array = self.share * b[np.arange(len(column)), column, None]
+        return by_features + (1 - self.share) * self.transitions.T[column]
+
+
+def _first(labels: Array) -> Array:
+    """The first label that each sample was given."""
+    column: Array = labels[np.arange(len(labels)), (labels != MISSING).argmax(1)]
+    return column
+
+
+def fit_noise(p: Array, b: Array, labels: Array, known: Array | None = None) -> NoiseModel:
+    """The T and s that fit the labels best.
+
+    Args:
+        p: the probability of each class, for each sample.
+        b: the probability of each label, for each sample.
+        labels: the labels that were given, of shape (n, annotators).
+        known: how often each class is known to have been given each label.
+    """
+    every = -(-len(p) // _MOST_SAMPLES)  # more samples would not change the estimate
+    p, b, labels = p[::every], b[::every], labels[::every]
+    classes = p.shape[1]
+    identity = np.eye(classes)
+    known = np.zeros((classes, classes)) if known is None else known
+    noise = NoiseModel(0.8 * identity + 0.2 / classes, 0.1)
+    rows, voted = np.arange(len(p)), _first(labels)
+    count = int((labels != MISSING).sum())
+    for _ in range(_ITERATIONS):
+        posterior = noise.posterior(p, b, labels)
+        counts = known.copy()
+        for column in labels.T:
+            by_class = (1 - noise.share) * noise.transitions.T[column]
+            part = posterior * by_class / (noise._likelihood(b, column) + 1e-300)
+            counts += part.T @ (identity[column] * (column != MISSING)[:, None])
+        by_features = 1 - (counts.sum() - known.sum()) / count
+        wrong = 1 - (np.trace(counts) + 0.5) / (counts.sum() + 1)
+        expected = (1 - wrong) * identity + wrong / (classes - 1) * (1 - identity)
+        counts += _PRIOR * expected
+        T = counts / counts.sum(1, keepdims=True)
+        least = _LEAST_PART * float(1 - posterior[rows, voted].mean())
+        share = max(float(by_features), least)
+        change = max(float(np.abs(T - noise.transitions).max()), abs(share - noise.share))
+        noise = NoiseModel(T, share)
+        if change < _TOLERANCE:
+            break
+    return noise
+
+
+def anchored(b: Array) -> tuple[Array, Array]:
+    """T and p from b alone: what the samples are given that are most often given a label.
+
+    Without trusted samples, b is all that is known. Where it is surest of a label, the class is
+    taken to be that label, and what else is given there is noise: b = p T.
+    """
+    count, classes = b.shape
+    some = max(count * 3 // 100, min(count, 5))
+    T = np.stack([b[np.argsort(-b[:, k], kind="stable")[:some]].mean(0) for k in range(classes)])
+    T = T + np.eye(classes) * 1e-3
+    T /= T.sum(1, keepdims=True)
+    p = np.maximum(np.linalg.lstsq(T.T, b.T, rcond=None)[0].T, 1e-4)
+    return T, p / p.sum(1, keepdims=True)
+
+
+def threshold(quality: Array) -> float:
+    """The quality below which labels are issues: that with the highest expected F1 score.
+
+    With w_i = 1 - q_i, the expected F1 of the labels in a set S is nearly
+    2 sum_S w_i / (|S| + sum w_i).
+    """
+    wrong = np.sort(1 - quality)[::-1]
+    score = 2 * np.cumsum(wrong) / (np.arange(1, len(wrong) + 1) + wrong.sum() + 1e-12)
+    return float(1 - wrong[int(score.argmax())])

@@ -125,7 +125,7 @@ def from_frame(
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
     table = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
-    return TableSamples(name, table, labels, ids)
+    return TableSamples(name, table, labels, ids, original=frame, label=label)
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:

@@ -1,17 +1,19 @@
-"""The algorithm: learn weights, then a model, then the probability that each label is right.
+"""The algorithm: several models, what they say together, and what that says about each label.
 
 1. One weight per sample, in [0, 1], is learned so that a model trained with the weights does well
    on trusted samples: min_x f(x, y*(x)) with
 
        g(x, y) = 1/n sum_i x_i CE_i(y) + ridge ||y||^2,      f(x, y) = 1/m sum_j CE_j(y),
 
-   by F2SA. The inner steps use minibatches that both copies of y share; the direction of x comes
-   from one pass over all samples, which needs forward passes only. The search ends early, see
-   :mod:`~bilevel.cleaning.weights`. A module starts from a training on all samples with weight 1.
-2. The model of step 1 says which labels are more probably wrong than right, see
-   :mod:`~bilevel.cleaning.noise`. A model with a smaller ridge is trained without them.
-3. Every label is judged by a model that was not trained on it: the samples are divided into folds.
-4. The final model is trained on the samples whose labels passed, and on all trusted ones.
+   by F2SA, see :mod:`~bilevel.cleaning.weights`. The inner steps use minibatches that both copies
+   of y share; the direction of x comes from one pass over all samples, which needs forward passes
+   only. A module starts from a training on all samples with weight 1.
+2. A model is fitted to the trusted samples, one to the others, one to both; see
+   :mod:`~bilevel.cleaning.comparison`. These and the models of step 1 say which labels are more
+   probably wrong than right, see :mod:`~bilevel.cleaning.noise`, and a model is fitted without
+   them: the cleaned one.
+3. The fits are compared on trusted samples that they were not fitted to, and pooled. The pool
+   predicts, and judges labels; where one model is best, the others have little weight in it.
 """
 
 from __future__ import annotations
@@ -19,16 +21,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.special import log_softmax, softmax
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from bilevel.cleaning.comparison import BOTH, CLEANED, CrossFit, CrossFits
 from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, Learner
-from bilevel.cleaning.noise import fit_sharpness, judge
+from bilevel.cleaning.noise import (
+    Array,
+    NoiseModel,
+    Pool,
+    anchored,
+    fit_noise,
+    fit_pool,
+    fit_sharpness,
+)
 from bilevel.cleaning.task import CleaningTask, SearchSettings
+from bilevel.cleaning.verdict import Evidence, Verdict, judge, shows_noise
 from bilevel.cleaning.weights import History, learn_weights
 
-FOLDS = 5
+POOLED = "all of them, pooled"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How a fit does on trusted samples that it was not fitted to."""
+
+    loss: float
+    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -36,113 +57,207 @@ class CleaningResult:
     """The result of label cleaning.
 
     Attributes:
-        model: the variables of the final model.
-        sharpness: the factor by which its logits are multiplied for calibrated probabilities.
+        models: the variables of the models in the pool.
+        pool: how they are pooled.
         weights: the learned weights of the samples in ``train``.
-        probabilities: the probability of each class, for the samples in ``judged``.
-        quality: the probability that the label is right, for the samples in ``judged``.
-        transitions: T(k, j), the probability that a sample of class k was given the label j.
+        verdict: what was found about the labels of the samples in ``judged``.
+        compared: how each fit does, by its name, and the pool.
+        helped: whether the cleaned fit is as good as the best of the others, within the error.
         history: one entry for each step of the weights.
         settings: the settings that were chosen.
     """
 
-    model: Any
-    sharpness: float
+    models: list[Any]
+    pool: Pool
     weights: Tensor
-    probabilities: Tensor
-    quality: Tensor
-    transitions: Tensor
+    verdict: Verdict
+    compared: dict[str, Compared]
+    helped: bool
     history: History
     settings: dict[str, float]
 
 
-def clean(learner: Learner, task: CleaningTask, settings: SearchSettings) -> CleaningResult:
-    """Take all four steps."""
-    labels, held = task.labels, task.held_samples
-    weights = torch.zeros(len(labels))
-    weights[task.train] = 1.0
-    start = learner.lower_start(task.rows, labels, weights, held)
-    learned = learn_weights(learner, task, start, settings)
-    logits = learner.predict(learned.model, task.rows.part(task.train))
-    probabilities = (_sharpness(learner, learned.model, task) * logits).softmax(1)
-    quality, _ = judge(probabilities, labels[task.train], task.verified)
+def clean(
+    learner: Learner | None, searcher: Learner | None, task: CleaningTask, settings: SearchSettings
+) -> CleaningResult:
+    """Take all three steps.
 
-    weights[task.train] = _passed(quality)
-    weights[task.trusted] = 1.0
-    ridge, model, sharpness = _choose_ridge(learner, task, weights)
-    logits = _out_of_fold_logits(learner, task, weights, ridge, settings.seed)
-    probabilities = (sharpness * logits).softmax(1)
-    quality, transitions = judge(probabilities, labels[task.judged], task.verified)
-
-    weights[task.judged] = _passed(quality)
+    Args:
+        learner: the model; None: there are predictions instead.
+        searcher: the model with which weights are learned; None: they are not.
+        task: the samples.
+        settings: how the weights are searched.
+    """
+    if learner is None:
+        return _from_predictions(task)
+    fits = CrossFits(learner, task)
+    ones = torch.zeros(len(task.labels))
+    ones[task.train] = 1.0
+    learned = None
+    if searcher is not None:
+        assert task.rows is not None
+        start = searcher.lower_start(task.rows, task.labels, ones, None)
+        learned = learn_weights(searcher, task, start, settings)
+    noisy = fits.noisy_only()
+    sharpness, _ = fit_sharpness(noisy.judged, fits.given)
+    frequency = softmax(sharpness * noisy.judged, 1)
     if task.verified:
-        weights[task.held] = 1.0
-    return CleaningResult(
-        model=learner.fit(task.rows, labels, weights, ridge, held, start=model),
-        sharpness=sharpness,
-        weights=learned.weights,
-        probabilities=probabilities,
-        quality=quality,
-        transitions=transitions,
-        history=learned.history,
-        settings={
-            **learner.settings(),
+        fitted = _verified(fits, task, noisy, frequency, searcher, learned)
+    else:
+        fitted = _unverified(fits, task, noisy, frequency)
+    pooled, pool, p, noise, compared = fitted
+    checked = None
+    if task.old_labels is not None:
+        checked = Evidence(
+            pool.probabilities([fit.trusted for fit in pooled]),
+            softmax(sharpness * noisy.trusted, 1),
+        )
+    evident = not task.verified or shows_noise(
+        [noisy.judged, *(fit.judged for fit in pooled[1:])],
+        [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
+        fits.given,
+        fits.right,
+        pool.loss,
+    )
+    verdict = judge(Evidence(p, frequency), checked, task, noise, evident)
+    # With the final verdicts the cleaned model is fitted once more.
+    pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
+    chosen: dict[str, float] = {}
+    if learned is not None and searcher is not None:
+        chosen = {
+            **searcher.settings(),
             "multiplier": MULTIPLIER,
             "inner_steps": INNER_STEPS,
             "batch_size": learned.batch_size,
             "upper_lr": WEIGHT_STEP * len(task.train),
             "steps": learned.steps,
             "selected_step": learned.selected_step,
-            "held_back": len(task.held),
-            "final_ridge": ridge,
-            "sharpness": sharpness,
+        }
+    weights = verdict.quality[np.isin(task.judged.numpy(), task.train.numpy())]
+    return CleaningResult(
+        models=[fit.model for fit in pooled],
+        pool=pool,
+        weights=torch.from_numpy(weights) if learned is None else learned.weights.mean(0),
+        verdict=verdict,
+        compared=compared,
+        helped=_helped(pooled, fits.right) if task.verified else True,
+        history={} if learned is None else learned.history,
+        settings={
+            **chosen,
+            "folds": task.folds,
+            **{f"ridge, {fit.name}": fit.ridge for fit in (noisy, *pooled)},
+            **{f"part of {fit.name}": a for fit, a in zip(pooled, pool.coefficients, strict=True)},
+            "labels by features": verdict.noise.share,
         },
     )
 
 
-def _out_of_fold_logits(
-    learner: Learner, task: CleaningTask, weights: Tensor, ridge: float, seed: int
-) -> Tensor:
-    """The logits of the judged samples, each by a model that was not trained on it."""
-    logits = torch.empty(len(task.labels), learner.classes)
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = task.judged[torch.randperm(len(task.judged), generator=generator)]
-    for fold in shuffled.tensor_split(FOLDS):
-        others = weights.clone()
-        others[fold] = 0.0
-        if len(others.nonzero()) == 0:  # no sample with a weight is left outside the fold
-            others = weights
-        model = learner.fit(task.rows, task.labels, others, ridge, task.held_samples)
-        logits[fold] = learner.predict(model, task.rows.part(fold))
-    return logits[task.judged]
+def _verified(
+    fits: CrossFits,
+    task: CleaningTask,
+    noisy: CrossFit,
+    frequency: Array,
+    searcher: Learner | None,
+    learned: Any,
+) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
+    """The fits with the help of trusted samples, and their pool."""
+    votes = task.votes
+    trusted, by_fold = fits.trusted_only()
+    everything = np.ones(len(fits.given))
+    both = fits.together(BOTH, everything, [everything] * task.folds, noisy.ridge, noisy.model)
+    first, firsts = [trusted.trusted, noisy.trusted], [[z, noisy.judged] for z in by_fold]
+    whole = [trusted.judged, noisy.judged]
+    if learned is not None and searcher is not None:
+        assert task.rows is not None
+        on_trusted = searcher.predict_folds(learned.model, task.rows.part(task.trusted))
+        place = task.fold[task.trusted][:, None, None].expand(-1, 1, searcher.classes)
+        first.append(on_trusted.gather(1, place).squeeze(1).double().numpy())
+        on_judged = searcher.predict_folds(learned.model, task.rows.part(task.judged)).double()
+        for number, some in enumerate(firsts):
+            some.append(on_judged[:, number].numpy())
+        whole.append(on_judged.mean(1).numpy())
+    early = fit_pool(first, fits.right)
+
+    noise = fit_noise(early.probabilities(whole), frequency, votes)
+
+    def passed(models: list[Array]) -> Array:
+        q = noise.posterior(early.probabilities(models), frequency, votes)
+        passed: Array = (q[np.arange(len(q)), fits.given] >= 0.5).astype(float)
+        return passed
+
+    kept = [passed(some) for some in firsts]
+    ridge = fits.cleaned_ridge(kept[0], noisy.ridge, noisy.model)
+    cleaned = fits.together(CLEANED, passed(whole), kept, ridge, noisy.model)
+    pooled = [trusted, both, cleaned]
+    pool = fit_pool([fit.trusted for fit in pooled], fits.right)
+    compared = {fit.name: _compared(fit.trusted, fits.right) for fit in (noisy, *pooled)}
+    logits = pool.logits([fit.trusted for fit in pooled])
+    compared[POOLED] = Compared(pool.loss, _accuracy(logits, fits.right))
+    p = pool.probabilities([fit.judged for fit in pooled])
+    return pooled, pool, p, None, compared
 
 
-def _passed(quality: Tensor) -> Tensor:
-    """1 if the label is more probably right than wrong, otherwise 0."""
-    return (quality >= 0.5).float()
+def _unverified(
+    fits: CrossFits, task: CleaningTask, noisy: CrossFit, frequency: Array
+) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
+    """The fits without trusted samples: what is given most often is taken to be right."""
+    T, p = anchored(frequency)
+    noise = NoiseModel(T, 0.05)
+    quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
+    kept = (quality >= 0.5).astype(float)
+    cleaned = fits.together(CLEANED, kept, [kept] * task.folds, noisy.ridge, noisy.model)
+    sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
+    pool = Pool(np.array([sharpness]), np.zeros(p.shape[1]), 0.0, float("nan"))
+    return [cleaned], pool, p, noise, {}
 
 
-def _sharpness(learner: Learner, model: Any, task: CleaningTask) -> float:
-    """The factor that calibrates the logits on held-back samples; 1 if there are none."""
-    held = task.held_samples
-    return 1.0 if held is None else fit_sharpness(learner.predict(model, held[0]), held[1])
+def _compared(logits: Array, labels: Array) -> Compared:
+    return Compared(fit_sharpness(logits, labels)[1], _accuracy(logits, labels))
 
 
-def _choose_ridge(
-    learner: Learner, task: CleaningTask, weights: Tensor
-) -> tuple[float, Any, float]:
-    """The ridge that does best on held-back samples, the model fitted with it, its sharpness."""
-    held = task.held_samples
-    chosen: tuple[float, Any, float] | None = None
-    lowest, model = float("inf"), None
-    for ridge in learner.ridges:
-        model = learner.fit(task.rows, task.labels, weights, ridge, held, start=model)
-        sharpness = _sharpness(learner, model, task)
-        if held is None:
-            return ridge, model, sharpness
-        loss = float(cross_entropy(sharpness * learner.predict(model, held[0]), held[1]))
-        if loss >= lowest:
-            break
-        chosen, lowest = (ridge, model, sharpness), loss
-    assert chosen is not None, "the loss on held-back samples is not a number"
-    return chosen
+def _accuracy(logits: Array, labels: Array) -> float:
+    return float((logits.argmax(1) == labels).mean())
+
+
+def _helped(pooled: list[CrossFit], labels: Array) -> bool:
+    """Whether no fit is clearly better than the cleaned one, the last, in loss and accuracy."""
+    rows = np.arange(len(labels))
+    found = []
+    for fit in pooled:
+        log_p = log_softmax(fit_sharpness(fit.trusted, labels)[0] * fit.trusted, 1)
+        found.append((-log_p[rows, labels], (log_p.argmax(1) != labels).astype(float)))
+    return not any(
+        all(_clearly_positive(ours - theirs) for ours, theirs in zip(found[-1], other, strict=True))
+        for other in found[:-1]
+    )
+
+
+def _clearly_positive(differences: Array) -> bool:
+    """Whether the mean is above its 1.6 standard errors, which is so by chance in one of 20."""
+    return bool(differences.mean() > 1.6 * differences.std() / len(differences) ** 0.5)
+
+
+def _from_predictions(task: CleaningTask) -> CleaningResult:
+    """Judge labels by the predictions of a model of the user's."""
+    assert task.predictions is not None
+    judged, trusted = task.predictions[task.judged], task.predictions[task.trusted]
+    given, right = task.labels[task.judged].numpy(), task.labels[task.trusted].numpy()
+    sharpness, _ = fit_sharpness(judged, given)
+    frequency = softmax(sharpness * judged, 1)
+    checked, noise = None, None
+    if task.verified:
+        pool = fit_pool([trusted], right)
+        p = pool.probabilities([judged])
+        if task.old_labels is not None:
+            checked = Evidence(pool.probabilities([trusted]), softmax(sharpness * trusted, 1))
+        compared = {POOLED: _compared(trusted, right)}
+    else:
+        T, p = anchored(frequency)
+        noise, compared = NoiseModel(T, 0.05), {}
+        pool = Pool(np.array([sharpness]), np.zeros(p.shape[1]), 0.0, float("nan"))
+    verdict = judge(Evidence(p, frequency), checked, task, noise)
+    weights = verdict.quality[np.isin(task.judged.numpy(), task.train.numpy())]
+    settings = {"labels by features": verdict.noise.share}
+    return CleaningResult(
+        [], pool, torch.from_numpy(weights), verdict, compared, True, {}, settings
+    )

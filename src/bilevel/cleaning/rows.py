@@ -110,18 +110,22 @@ class SparseFeatures:
     """
 
     def __init__(self, matrix: Any) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
 
     def __len__(self) -> int:
-        return int(self._matrix.shape[0])
+        return int(self.matrix.shape[0])
 
     @property
     def T(self) -> SparseFeatures:
         """The transposed matrix, without a copy."""
-        return SparseFeatures(self._matrix.T)
+        return SparseFeatures(self.matrix.T)
+
+    def gram(self) -> Tensor:
+        """The inner products of all pairs of rows."""
+        return torch.from_numpy((self.matrix @ self.matrix.T).toarray())
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        return torch.from_numpy(self._matrix @ other.detach().numpy())
+        return torch.from_numpy(self.matrix @ other.detach().numpy())
 
 
 def product(features: Features, weight: Tensor) -> Tensor:
@@ -162,19 +166,24 @@ class Scaler:
     Args:
         features: the features whose scale is measured, of shape (n, ...) or a SciPy matrix.
         standardize: whether features are scaled at all.
-        dense: whether sparse rows are made dense when they are taken. If not, features that fewer
-            than two rows have are left out, because they say nothing about other rows.
+        dense: whether sparse rows are made dense when they are taken.
+        narrow: whether features that fewer than two sparse rows have are left out, because they
+            say nothing about other rows; None: if rows are not made dense.
     """
 
-    def __init__(self, features: Any, standardize: bool, dense: bool) -> None:
+    def __init__(
+        self, features: Any, standardize: bool, dense: bool, narrow: bool | None = None
+    ) -> None:
         self._dense = dense
         self._units: tuple[Array, Array] | None = None
         self._columns: Array | None = None
         if isinstance(features, np.ndarray):
             if standardize:
-                mean = features.mean(0, dtype=np.float64)
-                squares = sum(np.square(some - mean).sum(0) for some in _blocks(features))
-                scale = np.sqrt(squares / len(features))
+                known = sum(np.isfinite(some).sum(0) for some in _blocks(features))
+                known = np.maximum(known, 1)
+                mean = np.nansum(features, 0, dtype=np.float64) / known
+                squares = sum(np.nansum(np.square(some - mean), 0) for some in _blocks(features))
+                scale = np.sqrt(squares / known)
                 # Treat a spread that is only rounding error as none.
                 constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
                 self._units = mean, np.where(constant, 1.0, scale)
@@ -183,7 +192,7 @@ class Scaler:
         if standardize and not _equal_norms(features):
             scale = _rms_of_nonzeros(features)
             self._units = np.zeros(features.shape[1]), scale
-        if not dense:
+        if narrow if narrow is not None else not dense:
             shared = np.flatnonzero(np.bincount(features.indices, minlength=features.shape[1]) > 1)
             if 0 < len(shared) < features.shape[1]:
                 self._columns = shared
@@ -202,6 +211,7 @@ class Scaler:
             scaled = np.empty(features.shape, dtype)
             for some, out in zip(_blocks(features), _blocks(scaled), strict=True):
                 np.clip((some - mean) / scale, -CLIP, CLIP, out=out, casting="same_kind")
+                np.nan_to_num(out, copy=False)  # a missing number is taken for the mean
             return DenseRows(torch.from_numpy(scaled))
         features = _canonical(features).astype(dtype)
         if self._units is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from bilevel.data.output import printable
 from bilevel.errors import InputError
@@ -86,13 +87,23 @@ class TableSamples(Samples):
     Args:
         table: the columns by their names, with numbers (NaN where missing) or text. (A DataFrame
             takes ten times as long to give out one of many columns.)
+        original: the whole table, as it was read.
+        label: its column of labels.
     """
 
     def __init__(
-        self, name: str, table: dict[str, Array], labels: Labels | None, ids: Sequence[str] | None
+        self,
+        name: str,
+        table: dict[str, Array],
+        labels: Labels | None,
+        ids: Sequence[str] | None,
+        original: pd.DataFrame | None = None,
+        label: str | None = None,
     ) -> None:
         super().__init__(name, labels, ids)
         self.table = table
+        self.original = None if label is None else original
+        self.label = label
 
     def __len__(self) -> int:
         return len(next(iter(self.table.values())))

@@ -72,9 +72,9 @@ class CleanedModel:
             classes=cleaner.classes_.tolist(),
             encoder=encoder,
             scaler=cleaner._scaler,
-            weight=parts["weight"].double(),
-            bias=parts["bias"].double(),
-            sharpness=cleaner._sharpness,
+            weight=parts["weight"],
+            bias=parts["bias"],
+            sharpness=1.0,
         )
 
     def check(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from bilevel.cleaning.learners import HeldBack
 from bilevel.cleaning.rows import FeatureRows
 
 
@@ -19,26 +20,27 @@ class CleaningTask:
     Attributes:
         rows, labels: all samples, including trusted ones.
         train: the numbers of the samples whose weights are learned.
-        trusted: the numbers of the trusted samples in the upper level.
-        held: the numbers of the trusted samples that decide when to stop; may be empty.
+        trusted: the numbers of the trusted samples.
         judged: the numbers of the samples whose labels are judged, with all of ``train``.
+        fold: the fold of each sample; a model of a fold is fitted without the samples in it.
+        folds: the number of folds.
         verified: whether the trusted labels are known to be right, and not only assumed to be.
+        votes: the labels of the judged samples by all annotators, of shape (n, annotators).
+        old_labels: the label that each trusted sample was given before it was checked, if known.
+        predictions: logits of all samples from elsewhere, if there are any.
     """
 
-    rows: FeatureRows
+    rows: FeatureRows | None
     labels: Tensor
     train: Tensor
     trusted: Tensor
-    held: Tensor
     judged: Tensor
+    fold: Tensor
+    folds: int
     verified: bool
-
-    @cached_property
-    def held_samples(self) -> HeldBack | None:
-        """The held-back samples, if there are any."""
-        if not len(self.held):
-            return None
-        return self.rows.part(self.held), self.labels[self.held]
+    votes: npt.NDArray[np.int64]
+    old_labels: npt.NDArray[np.int64] | None = None
+    predictions: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class SearchSettings:
         patience: the number of steps without a lower held-back loss after which the search stops.
         batch_size: the number of samples in a minibatch.
         seed: determines everything random.
+        early_stopping: whether the search stops where the held-back loss is lowest.
         checkpoint: the folder in which the search is saved, if any.
     """
 
@@ -57,4 +60,5 @@ class SearchSettings:
     patience: int
     batch_size: int
     seed: int
+    early_stopping: bool = True
     checkpoint: Path | None = None

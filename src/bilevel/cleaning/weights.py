@@ -1,7 +1,9 @@
 """The search for weights: the bilevel problem of label cleaning, solved with early stopping.
 
 F keeps falling after the weights have begun to fit the trusted samples themselves, so the weights
-are those of the step with the lowest loss on held-back trusted samples.
+are those of the step with the lowest loss on held-back trusted samples, by cross-validation: the
+problem is solved once for each fold of the trusted samples, without the samples in that fold. All
+of these are one problem, in which x and y are those of all folds, and f and g are sums over folds.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from bilevel.cleaning.checkpoint import SearchCheckpoint
-from bilevel.cleaning.learners import HeldBack, Learner
+from bilevel.cleaning.learners import Learner, fold_losses
 from bilevel.cleaning.task import CleaningTask, SearchSettings
 from bilevel.errors import InterruptedRunError
 from bilevel.problem import Box, Problem
@@ -26,7 +27,7 @@ from bilevel.run.solver import Solver
 History: TypeAlias = dict[str, npt.NDArray[Any]]
 
 STEPS_WITHOUT_HELD_BACK = 10
-"""The number of steps of the weights if no trusted samples can be held back."""
+"""The number of steps of the weights without early stopping."""
 
 
 @dataclass
@@ -34,7 +35,7 @@ class LearnedWeights:
     """The weights of the best step.
 
     Attributes:
-        weights, model: the weights and the model of that step.
+        weights, model: the weights, of shape (folds, n), and the models of that step.
         loss: the loss on the held-back samples at that step.
         selected_step: the number of that step, counted from 1.
         batch_size: the number of samples in a minibatch.
@@ -55,28 +56,28 @@ def learn_weights(
     learner: Learner, task: CleaningTask, start: Any, settings: SearchSettings
 ) -> LearnedWeights:
     """Learn one weight for each sample in ``task.train``; the model starts from ``start``."""
-    count = len(task.train)
+    count, rows = len(task.train), task.rows
+    assert rows is not None
     batch_size = min(settings.batch_size, count)
-    ones = torch.ones(count)
+    ones = torch.ones(task.folds, count)
     options: dict[str, Any] = {
         "problem": _problem(learner, task),
         "x0": ones,
-        "y0": start,
+        "y0": learner.folded(start, task.folds),
         "method": learner.method(count),
         # Repeated, so that minibatches of both levels have the same number of samples.
         "upper_data": task.trusted.repeat(-(-batch_size // len(task.trusted))),
         "lower_data": torch.arange(count),
         "batch_size": batch_size,
         "direction_batch_size": "all",
-        "chunk_size": max(task.rows.chunk, batch_size),
+        "chunk_size": max(rows.chunk, batch_size),
         "seed": settings.seed,
     }
-    held = task.held_samples
     saved = None if settings.checkpoint is None else SearchCheckpoint(settings.checkpoint)
     best = LearnedWeights(ones, None, float("inf"), 0, batch_size)
-    selection = _Selection(learner, held, settings.patience, best, saved)
+    selection = _Selection(learner, task, settings, best, saved)
     steps = settings.max_steps
-    if held is None:
+    if not settings.early_stopping:
         steps = min(steps, STEPS_WITHOUT_HELD_BACK)
     if saved is not None:
         selection.resume(saved.losses, saved.best(options))
@@ -99,6 +100,8 @@ def learn_weights(
 def _problem(learner: Learner, task: CleaningTask) -> Problem:
     """Both objectives as functions of minibatches of sample numbers."""
     rows, labels, train = task.rows, task.labels, task.train
+    assert rows is not None
+    scale = task.folds / max(task.folds - 1, 1)  # each sample is in the upper level of all but one
     last: list[Any] = [None, None, None]  # the two copies of y ask for the same samples in turn
 
     def samples(index: Tensor) -> tuple[Any, Tensor]:
@@ -109,11 +112,13 @@ def _problem(learner: Learner, task: CleaningTask) -> Problem:
 
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
         features, given = samples(index)
-        loss = learner.weighted_loss(y, features, given, x[index])
-        return loss / len(index) + learner.ridge * learner.penalty(y)
+        losses = learner.fold_losses(y, features, given)
+        return (x[:, index].T * losses).sum() / len(index) + learner.ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        return cross_entropy(learner.logits(y, rows.take(index)), labels[index])
+        outside = (task.fold[index, None] != torch.arange(task.folds)).float()
+        losses = learner.fold_losses(y, rows.take(index), labels[index])
+        return (losses * outside).sum() / len(index) * scale
 
     return Problem(upper, lower, x_set=Box(0, 1))
 
@@ -122,20 +127,23 @@ class _Selection:
     """The callback of the run: keeps the best step in ``best``, and decides when to stop.
 
     Attributes:
-        losses: the loss on the held-back samples of each step; NaN where there are none.
+        losses: the loss on the held-back samples of each step; NaN without early stopping.
     """
 
     def __init__(
         self,
         learner: Learner,
-        held: HeldBack | None,
-        patience: int,
+        task: CleaningTask,
+        settings: SearchSettings,
         best: LearnedWeights,
         saved: SearchCheckpoint | None,
     ) -> None:
         self._learner = learner
-        self._held = held
-        self._patience = patience
+        self._early = settings.early_stopping
+        self._patience = settings.patience
+        assert task.rows is not None
+        self._rows, self._labels = task.rows.part(task.trusted), task.labels[task.trusted]
+        self._fold = task.fold[task.trusted]
         self._best = best
         self._saved = saved
         self.losses: list[float] = []
@@ -148,15 +156,15 @@ class _Selection:
 
     def __call__(self, solver: Solver, info: Any) -> bool:
         loss = float("nan")
-        if self._held is not None:
-            rows, labels = self._held
-            loss = float(cross_entropy(self._learner.predict(solver.y, rows), labels))
+        if self._early:
+            losses = fold_losses(self._learner.predict_folds(solver.y, self._rows), self._labels)
+            loss = float(losses.gather(1, self._fold.unsqueeze(1)).mean())
         del self.losses[solver.k - 1 :]  # steps after a checkpoint are taken again
         self.losses.append(loss)
-        better = self._held is None or loss < self._best.loss
+        better = not self._early or loss < self._best.loss
         if better:
             self._keep(solver, loss)
-        stop = self._held is not None and solver.k - self._best.selected_step >= self._patience
+        stop = self._early and solver.k - self._best.selected_step >= self._patience
         if self._saved is not None:
             self._saved.save(solver if better else None, self.losses, stop)
         return stop

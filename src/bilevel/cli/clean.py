@@ -22,11 +22,15 @@ def clean(
             "class/name.png.",
         ),
     ],
-    trusted: Annotated[
-        Path,
-        typer.Option(metavar="SAMPLES", help="Samples in the same form whose labels are correct."),
-    ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for the results.")],
+    trusted: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SAMPLES",
+            help="Samples in the same form whose labels are correct; without them only labels are "
+            "found that differ from those of similar samples.",
+        ),
+    ] = None,
     label: Annotated[
         str | None,
         typer.Option(
@@ -49,8 +53,14 @@ def clean(
         typer.Option(metavar="COLUMN", help="A column to leave out; may be repeated."),
     ] = None,
     threshold: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Suspect labels of a quality below this.")
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Suspect labels of a quality below this; by default it is chosen so that few "
+            "wrong labels are missed and few right ones suspected.",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     checkpoint: CheckpointFolder = None,
     resume: Resume = False,
@@ -60,13 +70,15 @@ def clean(
     """Find the wrong labels of a data set, with the help of a few samples labelled correctly.
 
     Writes labels.csv (every row with its weight, the quality of its label, a verdict and a
-    suggestion), model.safetensors and model.json (a model that did not learn the wrong labels) and
-    report.html (to look at in a browser). Whether a column holds numbers, categories or text is
-    inferred from its values; --text, --category and --ignore override that.
+    suggestion), corrected.csv (the table with the suggested labels), model.safetensors and
+    model.json (a model that did not learn the wrong labels) and report.html (to look at in a
+    browser). Whether a column holds numbers, categories or text is inferred from its values;
+    --text, --category and --ignore override that.
     """
     files = load_cleaning()
     check_files(json_file)
-    folder.check(out, overwrite, inputs=[train, trusted], apart=[checkpoint], files=files.FILES)
+    inputs = [train] if trusted is None else [train, trusted]
+    folder.check(out, overwrite, inputs=inputs, apart=[checkpoint], files=files.FILES)
     columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
     ledger = open_ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)
     with stages() as tell:
@@ -83,7 +95,8 @@ def clean(
         )
         tell("writing")
         files.write(found, out, overwrite=overwrite)
-    names = "labels.csv, model.safetensors, model.json; to look at: report.html"
+    corrected = "" if found.corrected() is None else " corrected.csv,"
+    names = f"labels.csv,{corrected} model.safetensors, model.json; to look at: report.html"
     say_found(found, f"Written to {out}: {names}")
     write_json(json_file, found.to_json())
 

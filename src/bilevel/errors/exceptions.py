@@ -242,6 +242,10 @@ class RanksWarning(BilevelWarning):
     """Several ranks were launched, but they are not in one process group."""
 
 
+class CleaningWarning(BilevelWarning):
+    """Label cleaning did not help, or lacks trusted samples; the message says what was done."""
+
+
 def warn(warning: BilevelWarning) -> None:
     """Warn, with the line of the user's code that called the library."""
     frame, level = sys._getframe(), 1

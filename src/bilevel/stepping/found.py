@@ -298,8 +298,8 @@ class FoundSizes(GivenSizes):
         """The step of x after the test of the last window; 0: x rests."""
         n, merits = self._numbers, found.values
         value = statistics.fmean(merits) if merits else 0.0
-        # a gap below zero is an error of z, and noise keeps z from ever being exact
-        near = found.gap >= -(1.0 if self._noisy else TOLERATED) * abs(value)
+        # z is the minimiser of g, so that a gap below zero is an error of z
+        near = found.gap >= -TOLERATED * abs(value - found.gap)
         settled = (self.pace is None or self.pace.settled) and near
         before = self._reference
         if n.measuring or before is None:

@@ -17,8 +17,7 @@ class Merits:
     """What is tested.
 
     Attributes:
-        values: the merit on each minibatch of the probe. z minimises g, so that a negative gap is
-            an error of z, which does not count as a fall of the merit.
+        values: the merit on each minibatch of the probe.
         gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
             have any sign, and is 0 here.
         lower: g(x, z) on each minibatch; empty where it is not part of the merit.
@@ -64,9 +63,8 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     found = objectives.mean(torch.stack(values))
     if phi is None or phi.stencil is not FORWARD:
         return Merits(found[:, :2].sum(dim=1).tolist())
-    gap = float(found[:, 1].mean())
-    merits = found[:, 0] if gap < 0 else found[:, :2].sum(dim=1)
-    return Merits(merits.tolist(), gap, found[:, 2].tolist(), float(phi.multiplier))
+    gap, lower = float(found[:, 1].mean()), found[:, 2].tolist()
+    return Merits(found[:, :2].sum(dim=1).tolist(), gap, lower, float(phi.multiplier))
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:

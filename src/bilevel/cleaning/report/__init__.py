@@ -65,6 +65,13 @@ def render(findings: Findings) -> str:
         threshold=findings.threshold / GRID,
         matrix=_matrix(findings),
         pairs=findings.most_confused(8),
+        share_in_words=findings.share_in_words,
+        compared=[
+            (name, f"{row['loss']:.3f}", f"{row['accuracy']:.1%}")
+            for name, row in findings.cleaner.comparison_.items()
+        ],
+        next_rows=findings.next_rows,
+        warnings=findings.cleaner.notices_,
         curves=curves(findings.cleaner.history_, findings.cleaner.settings_),
         settings=[
             (name.replace("_", " "), f"{value:,.6g}")

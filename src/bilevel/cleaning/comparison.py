@@ -1,0 +1,251 @@
+"""Cross-fitted models: each predicts the samples that it was not fitted to.
+
+Four fits are compared on trusted samples: to the trusted samples alone, to the other samples alone,
+to both, and to both without the labels that are more probably wrong than right. The ridge of each
+is chosen by the loss on trusted samples that it was not fitted to. With few of them, the loss on
+held-back labels, though these are noisy, is worth as much as the loss on 50 trusted samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel.cleaning.learners import HeldBack, Learner
+from bilevel.cleaning.noise import Array, cross_entropy, fit_sharpness
+from bilevel.cleaning.rows import FeatureRows
+from bilevel.cleaning.softmax import SoftmaxRegression
+from bilevel.cleaning.task import CleaningTask
+
+TRUSTED, NOISY, BOTH, CLEANED = "trusted only", "noisy only", "noisy and trusted", "cleaned"
+
+_STEP = 10**0.5  # between neighbouring ridges
+_NOISY_WORTH = 50  # trusted samples
+
+
+@dataclass(frozen=True)
+class CrossFit:
+    """A kind of fit.
+
+    Attributes:
+        name: which samples it was fitted to.
+        model: the variables of the fit to all of these samples.
+        ridge: the ridge that was chosen.
+        judged: the logits of the judged samples, by fits without them.
+        trusted: the logits of the trusted samples, by fits without them.
+    """
+
+    name: str
+    model: Any
+    ridge: float
+    judged: Array
+    trusted: Array
+
+
+class CrossFits:
+    """Fits of one learner to the samples of one task."""
+
+    def __init__(self, learner: Learner, task: CleaningTask) -> None:
+        assert task.rows is not None
+        self._learner, self._task, self._rows = learner, task, task.rows
+        self._judged_rows = task.rows.part(task.judged)
+        self._trusted_rows = task.rows.part(task.trusted)
+        self._judged_fold = task.fold[task.judged].numpy()
+        self._trusted_fold = task.fold[task.trusted].numpy()
+        self.right = task.labels[task.trusted].numpy()
+        self.given = task.labels[task.judged].numpy()
+
+    def trusted_only(self) -> tuple[CrossFit, list[Array]]:
+        """The fit to trusted samples; also the logits of the judged samples by each fold."""
+        learner, rows = self._learner, self._trusted_rows
+        expanded: Callable[[Any], Any] = _unchanged
+        small: Learner = learner
+        if isinstance(learner, SoftmaxRegression) and len(rows) < learner.width:
+            compressed = learner.compressed(rows)
+            small, rows, expanded = compressed.learner, compressed.rows, compressed.expanded
+        labels = torch.from_numpy(self.right)
+        folds = self._folds()
+        last: list[Any] = [None] * len(folds)
+        inside = self._trusted_fold == np.array(folds)[:, None]
+        weights = torch.from_numpy(~inside).float()
+
+        def scored(ridge: float) -> tuple[float, tuple[Array, list[Any]]]:
+            last[:] = small.fit_several(rows, labels, weights, ridge, [None] * len(folds), last)
+            logits = np.empty((len(self.right), learner.classes))
+            for y, part in zip(last, inside, strict=True):
+                logits[part] = small.predict(y, rows.part(_places(part))).double().numpy()
+            logits = self._neutral(logits)
+            return fit_sharpness(logits, self.right)[1], (logits, list(last))
+
+        ridge, (logits, models) = best_ridge(small.ridges, scored)
+        whole = expanded(small.fit(rows, labels, torch.ones(len(labels)), ridge, None))
+        if isinstance(learner, SoftmaxRegression):
+            whole = {name: self._neutral(part.clone()) for name, part in whole.items()}
+        by_fold = [self._neutral(self._predict(expanded(y), self._judged_rows)) for y in models]
+        judged = self._neutral(self._predict(whole, self._judged_rows))
+        return CrossFit(TRUSTED, whole, ridge, judged, logits), by_fold
+
+    def _neutral(self, logits: Any) -> Any:
+        """Without trusted samples of a class, the trusted ones have no opinion on it."""
+        present = np.unique(self.right)
+        absent = np.setdiff1d(np.arange(logits.shape[-1]), present)
+        if len(absent):
+            logits[..., absent] = logits[..., present].mean(-1)[..., None]
+        return logits
+
+    def noisy_only(self) -> CrossFit:
+        """The fit to the judged samples as they are labelled."""
+        inside = self._judged_fold == 0
+        some = self._judged_rows.part(torch.from_numpy(np.flatnonzero(inside)))
+        none = np.zeros(len(self.right))
+        last: Any = None
+
+        def scored(ridge: float) -> tuple[float, Any]:
+            nonlocal last
+            last = self._fit(~inside, none, ridge, last)
+            loss = _NOISY_WORTH * cross_entropy(self._predict(last, some), self.given[inside])
+            if self._task.verified:
+                z = self._predict(last, self._trusted_rows)
+                loss += len(z) * fit_sharpness(z, self.right)[1]
+            return loss, last
+
+        ridge, first = best_ridge(self._learner.ridges, scored)
+        judged = np.empty((len(self.given), self._learner.classes))
+        judged[inside] = self._predict(first, some)
+        parts = [self._judged_fold == number for number in self._folds()[1:]]
+        models = self._fit_several([(~part, none) for part in parts], ridge, first)
+        for part, model in zip(parts, models, strict=True):
+            judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
+        # The trusted samples are in none of these fits, so that all folds may judge them.
+        on_trusted = [self._predict(y, self._trusted_rows) for y in (first, *models)]
+        return CrossFit(NOISY, first, ridge, judged, np.mean(on_trusted, 0))
+
+    def cleaned_ridge(self, kept: Array, ridge: float, start: Any) -> float:
+        """The ridge with which the fit to what is kept does best on the first fold."""
+        part, checked = self._judged_fold == 0, self._trusted_fold == 0
+        held = part & (kept > 0)
+        if not held.any():
+            return ridge
+        rows = self._judged_rows.part(_places(held))
+        others = self._trusted_rows.part(_places(checked))
+        last = start
+
+        def scored(ridge: float) -> tuple[float, None]:
+            nonlocal last
+            last = self._fit(kept * ~part, ~checked * self._trust, ridge, last)
+            loss = _NOISY_WORTH * cross_entropy(self._predict(last, rows), self.given[held])
+            if self._task.verified:
+                z = self._predict(last, others)
+                loss += len(z) * fit_sharpness(z, self.right[checked])[1]
+            return loss, None
+
+        # Without the labels that are probably wrong, less ridge is needed than with them.
+        return best_ridge((self._learner.ridges[0], ridge, ridge), scored)[0]
+
+    def together(
+        self, name: str, kept: Array, kept_by_fold: list[Array], ridge: float, start: Any
+    ) -> CrossFit:
+        """The fit to the trusted samples and to those judged ones that are kept."""
+        judged = np.empty((len(self.given), self._learner.classes))
+        trusted = np.empty((len(self.right), self._learner.classes))
+        parts = [self._judged_fold == number for number in self._folds()]
+        checks = [self._trusted_fold == number for number in self._folds()]
+        wanted = [
+            (some * ~part, ~check * self._trust)
+            for some, part, check in zip(kept_by_fold, parts, checks, strict=True)
+        ]
+        wanted.append((kept, np.ones(len(self.right)) * self._trust))
+        *models, whole = self._fit_several(wanted, ridge, start)
+        for part, check, model in zip(parts, checks, models, strict=True):
+            judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
+            trusted[check] = self._predict(model, self._trusted_rows.part(_places(check)))
+        return CrossFit(name, whole, ridge, judged, trusted)
+
+    def again(self, fit: CrossFit, kept: Array) -> CrossFit:
+        """The fit, with another choice of the judged samples that are kept."""
+        trusted = np.ones(len(self.right)) * self._trust
+        return replace(fit, model=self._fit(kept, trusted, fit.ridge, fit.model))
+
+    @property
+    def _trust(self) -> float:
+        return 1.0 if self._task.verified else 0.0  # assumed samples are among the judged ones
+
+    def _folds(self) -> list[int]:
+        return list(range(self._task.folds))
+
+    def _fit(self, kept: Array, trusted: Array, ridge: float, start: Any) -> Any:
+        return self._fit_several([(kept, trusted)], ridge, start)[0]
+
+    def _fit_several(self, wanted: list[tuple[Array, Array]], ridge: float, start: Any) -> Any:
+        """One model for each choice of weights for the judged and for the trusted samples."""
+        weights = torch.zeros(len(wanted), len(self._task.labels))
+        for row, (kept, trusted) in zip(weights, wanted, strict=True):
+            if self._task.verified:
+                row[self._task.trusted] = torch.from_numpy(np.asarray(trusted, np.float32))
+            row[self._task.judged] = torch.from_numpy(np.asarray(kept, np.float32))
+            if not row.any():
+                row[self._task.judged] = 1.0
+        held = [self._held(trusted) for _, trusted in wanted]
+        starts = [start] * len(wanted)
+        return self._learner.fit_several(
+            self._rows, self._task.labels, weights, ridge, held, starts
+        )
+
+    def _held(self, trusted: Array) -> HeldBack | None:
+        """Trusted samples on which a module may choose the end of its training."""
+        if not self._task.verified:
+            return None
+        some = _places(trusted > 0) if np.any(trusted) else _places(np.ones(len(trusted), bool))
+        return self._trusted_rows.part(some), torch.from_numpy(self.right)[some]
+
+    def _predict(self, y: Any, rows: FeatureRows) -> Array:
+        logits: Array = self._learner.predict(y, rows).double().numpy()
+        return logits
+
+
+def best_ridge(
+    ridges: tuple[float, float, float], scored: Callable[[float], tuple[float, Any]]
+) -> tuple[float, Any]:
+    """The ridge with the lowest loss, and what came with it.
+
+    The search walks from the first ridge, by a factor of ten, to where the loss is lower, as long
+    as it falls; then it looks at half that distance.
+
+    Args:
+        ridges: the smallest one, the first, and the largest.
+        scored: the loss of a ridge and whatever came with it.
+    """
+    smallest, first, largest = ridges
+    seen: dict[int, tuple[float, Any]] = {}
+
+    def loss(place: int) -> float:
+        ridge = first * _STEP**place
+        if not 0.999 * smallest <= ridge <= 1.001 * largest:
+            return float("inf")
+        if place not in seen:
+            seen[place] = scored(ridge)
+        return seen[place][0]
+
+    here = 0
+    loss(here)
+    if smallest < largest:
+        for step in (2, 1):
+            moved = True
+            while moved:
+                there = min((here, here - step, here + step), key=loss)
+                moved = there != here and step > 1
+                here = there
+    return first * _STEP**here, seen[here][1]
+
+
+def _unchanged(y: Any) -> Any:
+    return y
+
+
+def _places(mask: Any) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(np.asarray(mask)))

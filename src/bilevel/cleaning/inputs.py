@@ -1,0 +1,178 @@
+"""What the estimator is given: labels of one or several annotators, features, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import vstack
+from sklearn.utils.validation import column_or_1d
+from torch import Tensor
+
+from bilevel.cleaning.classifier import log_probabilities
+from bilevel.cleaning.noise import MISSING
+from bilevel.cleaning.wording import listed
+from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Labels:
+    """Labels as positions among the classes.
+
+    Attributes:
+        classes: the labels, sorted.
+        codes: the position of the label of each row of X, then of X_clean.
+        votes: those of all annotators for the rows of X, if there are several.
+        old: those that trusted rows were given before they were checked, if these are known.
+    """
+
+    classes: Array
+    codes: Array
+    votes: Array | None = None
+    old: Array | None = None
+
+    @classmethod
+    def of(cls, y: Array, votes: Array | None) -> Labels:
+        """The labels y, one for each row, of which ``votes`` has those by all annotators."""
+        known = votes != None  # noqa: E711
+        classes, codes = np.unique(y if votes is None else votes[known], return_inverse=True)
+        if len(classes) < 2:
+            raise ArgumentError(
+                f"y has one class only, {classes[0]!r}; there is no other class that a label "
+                f"could be mistaken for"
+            )
+        if votes is None:
+            return cls(classes, codes)
+        numbers = np.full(votes.shape, MISSING, dtype=np.int64)
+        numbers[known] = codes
+        labels = cls(classes, codes, numbers)
+        labels.codes = labels._coded("y", y)
+        return labels
+
+    def append(self, right: Array) -> None:
+        """Take the labels of X_clean."""
+        self.codes = np.concatenate([self.codes, self._coded("y_clean", right)])
+
+    def correct(self, mask: Array, y_clean: Any) -> None:
+        """Take the right labels of the rows in ``mask``, given for these or for all rows."""
+        right, count = column_or_1d(np.asarray(y_clean)), len(self.codes)
+        if len(right) not in (count, int(mask.sum())):
+            raise ArgumentError(
+                f"y_clean has {len(right)} labels, but trusted names {int(mask.sum())} rows of "
+                f"{count}"
+            )
+        right = right[mask] if len(right) == count else right
+        self.old, self.codes = self.codes[mask], self.codes.copy()
+        self.codes[mask] = self._coded("y_clean", right)
+
+    def _coded(self, name: str, labels: Array) -> Array:
+        """The position of each label among the classes of y."""
+        known = {label: code for code, label in enumerate(self.classes.tolist())}
+        unknown = sorted({label for label in labels.tolist() if label not in known}, key=str)
+        if unknown:
+            raise ArgumentError(
+                f"{name} has {listed(unknown)}, which y does not; the labels of y are "
+                f"{listed(self.classes.tolist())}"
+            )
+        return np.array([known[label] for label in labels.tolist()], dtype=np.int64)
+
+
+def majority_of(y: Any) -> tuple[Any, Array | None]:
+    """The most frequent label of each row, the first of several, and all labels or None.
+
+    If there is one label for each row, it is handed back as it is.
+    """
+    with as_our_own():
+        array = np.asarray(y.detach().cpu() if isinstance(y, Tensor) else y)
+    if array.ndim != 2 or array.shape[1] < 2:
+        return y, None
+    votes = array.astype(object)
+    missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
+    votes[missing] = None
+    if missing.all(1).any():
+        raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")
+    chosen = []
+    for row in votes:
+        labels = [label for label in row if label is not None]
+        chosen.append(max(labels, key=labels.count))
+    return np.array(chosen), votes
+
+
+def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bool) -> Array:
+    """Probabilities as logits; trusted rows must not be ``separate`` ones."""
+    logits: Array = log_probabilities(pred_probs)
+    if logits.shape != shape or separate:
+        raise ArgumentError(
+            f"pred_probs must be of shape {shape}, one row for each label and one column for each "
+            f"class, not {logits.shape}; trusted rows are among these, named by trusted"
+        )
+    return logits
+
+
+def stacked(X: Any, more: Any) -> Any:
+    """The rows of both, which are both dense or both sparse."""
+    if isinstance(X, np.ndarray) and isinstance(more, np.ndarray):
+        return np.concatenate([X, more])
+    if isinstance(X, np.ndarray) or isinstance(more, np.ndarray):
+        raise ArgumentTypeError("X and X_clean must be both sparse or both dense")
+    return vstack([X, more], format="csr")
+
+
+def refuse_text(X: Any) -> None:
+    """Refuse text, and name the columns of a DataFrame that hold it."""
+    if hasattr(X, "select_dtypes"):
+        kinds = X.select_dtypes(exclude=["number", "bool"])
+        text = [
+            str(name)
+            for name in kinds.columns
+            if any(isinstance(value, str) for value in kinds[name].iloc[:100])
+        ]
+        if text:
+            raise ArgumentError(
+                f"X has text where numbers are expected, in the columns {listed(text)}; leave "
+                f"them out or encode them, text by a TfidfVectorizer, categories by a OneHotEncoder"
+            )
+    elif getattr(getattr(X, "dtype", None), "kind", "") in "US" and hasattr(X, "dtype"):
+        raise ArgumentError(
+            "X has text where numbers are expected; encode it first, text by a TfidfVectorizer, "
+            "categories by a OneHotEncoder"
+        )
+
+
+def is_pandas_index(index: Any) -> bool:
+    """Whether it is the index of a DataFrame."""
+    return index is not None and hasattr(index, "get_indexer")  # a list has a method called index
+
+
+@contextmanager
+def as_our_own() -> Iterator[None]:
+    """What scikit-learn finds wrong with X or y, as an error of this library."""
+    try:
+        yield
+    except BilevelError:
+        raise
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+    except TypeError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def refuse_mixed_labels(y: Any) -> None:
+    """Raise for labels of several kinds, such as None and text, which have no order."""
+    if not hasattr(y, "__len__") or getattr(getattr(y, "dtype", None), "kind", "O") != "O":
+        return
+    kinds = {
+        "text" if isinstance(label, str) else str(None if label is None else type(label).__name__)
+        for label in np.ravel(np.asarray(y, dtype=object))
+    }
+    if "text" in kinds and len(kinds) > 1:
+        raise ArgumentTypeError(
+            f"the labels mix {' and '.join(sorted(kinds))}; give every sample a label of one kind, "
+            f"and leave out those that have none"
+        )

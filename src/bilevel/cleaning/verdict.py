@@ -1,0 +1,197 @@
+"""What is found about each label: its quality, a better label, and what to look at next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import expit, log_softmax
+
+from bilevel.cleaning.noise import (
+    UNIDENTIFIED,
+    Array,
+    NoiseModel,
+    fit_noise,
+    fit_pool,
+    fit_sharpness,
+    threshold,
+)
+from bilevel.cleaning.task import CleaningTask
+
+_ODDS, _EXCESS, _ODDS_UNVERIFIED = 3.0, 4.0, 50.0
+"""When a suggestion is made: how much better than even the odds must be, in two ways.
+
+How far a label depends on the class and how far on the features is not known from the labels alone.
+A suggestion is made if it is _ODDS times as probable as the given label by the noise model, and if
+samples like this one are given the label _EXCESS times as often as it is right, which is so
+whatever the noise is. Without trusted samples the odds themselves are in doubt, and have to be
+better than _ODDS_UNVERIFIED.
+"""
+
+
+_MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
+_TELLING = 100  # trusted samples; three standard errors of a share of 10% are then below 10%
+_HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about the labels of the judged samples.
+
+    Attributes:
+        quality: the probability that the label is right.
+        posterior: the probability of each class, given the sample and its label.
+        suggested: the label that is better in expectation; otherwise the given one.
+        issue: which labels are worth a look.
+        threshold: the quality below which they are.
+        gain: how much it would help to look at each label, in right labels.
+        wrong, interval: the share of wrong labels, and an interval that covers it with 95%.
+        noise: how labels come about.
+    """
+
+    quality: Array
+    posterior: Array
+    suggested: Array
+    issue: Array
+    threshold: float
+    gain: Array
+    wrong: float
+    interval: tuple[float, float]
+    noise: NoiseModel
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the models say about samples, none of which they were fitted to.
+
+    Attributes:
+        p: the probability of each class.
+        frequency: the probability of each label.
+    """
+
+    p: Array
+    frequency: Array
+
+
+def shows_noise(
+    judged: list[Array], trusted: list[Array], given: Array, right: Array, loss: float
+) -> bool:
+    """Whether trusted samples are labelled otherwise than the judged ones are.
+
+    If no label is wrong, one pool predicts the labels of both, and a pool of their own gains little
+    for the trusted samples: by chance half a nat for each class, as each has a bias of its own, and
+    half a nat for the rest. The loss of one model is then the same on both, too; three standard
+    errors apart, it is not. Fewer than 100 trusted samples do not tell whether a tenth of the
+    labels is wrong; then it is assumed, unless models predict more than nine tenths of the labels.
+
+    Args:
+        judged, trusted: the logits of models, none of which were fitted to these samples.
+        given, right: the labels of these samples.
+        loss: the mean loss on the trusted samples of the pool that was fitted to them.
+    """
+    every = -(-len(given) // _MOST_FOR_NOISE)
+    judged, given = [z[::every] for z in judged], given[::every]
+    models = [np.concatenate(pair) for pair in zip(judged, trusted, strict=True)]
+    one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
+    chances = one[np.arange(len(right)), right]
+    if -np.log(chances).sum() - len(right) * loss > 0.5 * one.shape[1] + 0.5:
+        return True
+    differ = float((judged[0].argmax(1) != given).mean())
+    if len(right) < _TELLING and differ > 0.1:
+        return True
+    sharpness, _ = fit_sharpness(judged[0], given)
+    first, second = (
+        -log_softmax(sharpness * z, 1)[np.arange(len(labels)), labels]
+        for z, labels in ((judged[0], given), (trusted[0], right))
+    )
+    spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
+    return bool(abs(first.mean() - second.mean()) > 3 * spread)
+
+
+def judge(
+    judged: Evidence,
+    checked: Evidence | None,
+    task: CleaningTask,
+    noise: NoiseModel | None,
+    evident: bool = True,
+) -> Verdict:
+    """Judge the labels.
+
+    Args:
+        judged: the models on the judged samples.
+        checked: the models on the trusted samples; needed if these have old labels.
+        task: the samples.
+        noise: how labels come about; None: that is estimated.
+        evident: whether the trusted samples show that labels are wrong at all.
+    """
+    p, frequency, votes = judged.p, judged.frequency, task.votes
+    given = task.labels[task.judged].numpy()
+    rows = np.arange(len(given))
+    old = task.old_labels
+    known = None
+    if old is not None:
+        known = np.zeros((p.shape[1], p.shape[1]))
+        np.add.at(known, (task.labels[task.trusted].numpy(), old), 1)
+    fitted = noise is None
+    noise = fit_noise(p, frequency, votes, known) if noise is None else noise
+    posterior = noise.posterior(p, frequency, votes)
+    quality = posterior[rows, given]
+    measured = old is not None and checked is not None
+    if old is not None and checked is not None:
+        right = task.labels[task.trusted].numpy() == old
+        before = noise.posterior(checked.p, checked.frequency, old[:, None])
+        calibrated = _calibrated(before[np.arange(len(old)), old], right, quality)
+        posterior = posterior * ((1 - calibrated) / np.maximum(1 - quality, 1e-9))[:, None]
+        posterior[rows, given] = calibrated
+        quality = calibrated
+    best = posterior.argmax(1)
+    odds = posterior[rows, best] / np.maximum(quality, 1e-12)
+    excess = frequency[rows, given] / np.maximum(p[rows, given], 1e-12)
+    least = _ODDS if fitted else _ODDS_UNVERIFIED
+    better = (odds > least) & ((excess > _EXCESS) | measured)
+    suggested = np.where(better, best, given)
+    wrong = float((1 - quality).mean())
+    low = high = wrong
+    if fitted and not measured:
+        for share in (noise.share - UNIDENTIFIED, noise.share + UNIDENTIFIED):
+            other = NoiseModel(noise.transitions, float(np.clip(share, 0, 1)))
+            there = 1 - other.posterior(p, frequency, votes)[rows, given].mean()
+            low, high = min(low, float(there)), max(high, float(there))
+    elif not fitted:
+        low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
+    spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
+    limit = threshold(quality)
+    if not fitted or wrong < _HARDLY_ANY:  # what is rare or uncertain has to be probable, too
+        limit = min(limit, 0.5)
+    if not evident and not measured:
+        low, limit = 0.0, min(limit, 1 / (1 + _ODDS))
+    return Verdict(
+        quality=quality,
+        posterior=posterior,
+        suggested=suggested,
+        issue=(quality <= limit),
+        threshold=limit,
+        gain=1 - posterior[rows, suggested],
+        wrong=wrong,
+        interval=(max(low - spread, 0.0), min(high + spread, 1.0)),
+        noise=noise,
+    )
+
+
+def _calibrated(before: Array, right: Array, quality: Array) -> Array:
+    """Qualities corrected by what is known of some: sigmoid(a logit(q) + c), near a = 1, c = 0."""
+
+    def logit(q: Array) -> Array:
+        q = np.clip(q, 1e-4, 1 - 1e-4)
+        odds: Array = np.log(q / (1 - q))
+        return odds
+
+    x, signs = logit(before), np.where(right, 1.0, -1.0)
+
+    def objective(v: Array) -> float:
+        prior = 0.5 * ((v[0] - 1) ** 2 + v[1] ** 2)
+        return float(np.logaddexp(0, -signs * (v[0] * x + v[1])).sum() + prior)
+
+    a, c = minimize(objective, np.array([1.0, 0.0]), bounds=[(0, None), (None, None)]).x
+    return np.asarray(expit(a * logit(quality) + c))
