@@ -1,6 +1,7 @@
 """What is solved: the two objectives, their sets, and the scalar Phi."""
 
-from bilevel.problem import sets
+from bilevel.problem import prox, sets
+from bilevel.problem.argmin import argmin, fixed_point
 from bilevel.problem.checking import check_means, check_objectives
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
@@ -37,10 +38,13 @@ __all__ = [
     "Simplex",
     "Stencil",
     "Term",
+    "argmin",
     "central",
     "check_means",
     "check_objectives",
+    "fixed_point",
     "projections",
+    "prox",
     "scaled",
     "sets",
 ]

@@ -1,5 +1,6 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
+from bilevel.variables.anderson import Fixed, Found, ProximalStep, fixed_point_of
 from bilevel.variables.contexts import buffers_copied, buffers_kept, frozen, substituted
 from bilevel.variables.gradients import (
     differentiate,
@@ -10,6 +11,7 @@ from bilevel.variables.gradients import (
     require_finite,
 )
 from bilevel.variables.layout import Averaging
+from bilevel.variables.matching import match_leaves
 from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
@@ -34,7 +36,10 @@ from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_li
 
 __all__ = [
     "Averaging",
+    "Fixed",
+    "Found",
     "GradientSum",
+    "ProximalStep",
     "Stateful",
     "Table",
     "Variable",
@@ -47,6 +52,7 @@ __all__ = [
     "differentiate",
     "empty_row_sharded",
     "first_not_finite",
+    "fixed_point_of",
     "flatten",
     "frozen",
     "global_norm",
@@ -55,6 +61,7 @@ __all__ = [
     "loaded",
     "local_part",
     "longest_step",
+    "match_leaves",
     "overwrite",
     "redistribute_like",
     "require_finite",
