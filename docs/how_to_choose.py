@@ -38,6 +38,7 @@ ABILITIES = {
     Ability.SPARSE_STEPS: "steps of a `Table` that cost its rows",
     Ability.COMPILE: "`compile`",
     Ability.STACK: "`minimize_many` at once",
+    Ability.TASKS: "several tasks in `Episodes`",
     Ability.RANKS: "several ranks",
     Ability.CHUNKS: "`chunk_size`",
     Ability.ACCUMULATE: "`accumulate`, `loss_scale`",

@@ -35,6 +35,7 @@ from bilevel.methods import (
 from bilevel.problem import Problem, argmin, fixed_point, prox, sets
 from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers, minimize
 from bilevel.run._version import __version__
+from bilevel.sampling import Episodes
 from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
@@ -62,6 +63,7 @@ __all__ = [
     "VPBGD",
     "Checkpoint",
     "DataMixer",
+    "Episodes",
     "Info",
     "LabelCleaner",
     "LossScale",

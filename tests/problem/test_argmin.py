@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import NotConvergedWarning, ObjectiveError
+from bilevel.errors import ArgumentError, NotConvergedWarning, ObjectiveError
 
 N = 6
 
@@ -287,5 +287,5 @@ def test_gradcheck_of_an_equilibrium_layer() -> None:
 
 
 def test_a_fixed_point_must_have_the_shape_of_y() -> None:
-    with pytest.raises(ObjectiveError, match="shape"):
+    with pytest.raises(ArgumentError, match="shape"):
         bilevel.fixed_point(lambda x, y: y[:1], torch.ones(()), torch.zeros(2))

@@ -22,6 +22,7 @@ class Ability(Enum):
     DEFER = "leave a step on a GPU before it is known to be finite"
     COMPILE = "run compiled steps (compile=True)"
     STACK = "run many at once (minimize_many)"
+    TASKS = "take several tasks per step (Episodes)"
     RANKS = "run on several ranks"
     SHARDS = "move variables of which each rank holds a part"
     DIVIDED_TABLES = "move tables whose rows are divided over ranks"
@@ -39,6 +40,7 @@ ON_PHI = frozenset(
         Ability.DEFER,
         Ability.COMPILE,
         Ability.STACK,
+        Ability.TASKS,
         Ability.RANKS,
         Ability.SHARDS,
         Ability.DIVIDED_TABLES,

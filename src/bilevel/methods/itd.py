@@ -77,7 +77,7 @@ class ITD(DescentMethod[OneCopyState]):
         copies=1,
         assumes="g twice differentiable; memory for T inner steps",
         reference="Maclaurin, Duvenaud, Adams 2015; Franceschi, Donini, Frasconi, Pontil 2017",
-        abilities=frozenset({Ability.UPPER_OPTIMIZER, Ability.CONSTRAINED_LOWER}),
+        abilities=frozenset({Ability.UPPER_OPTIMIZER, Ability.CONSTRAINED_LOWER, Ability.TASKS}),
     )
 
     def __post_init__(self) -> None:

@@ -38,7 +38,6 @@ from bilevel.variables import (
     Variable,
     fixed_point_of,
     flatten,
-    match_leaves,
     substituted,
     unflatten_like,
 )
@@ -105,8 +104,7 @@ def argmin(
         checked_number("nu", nu, above=True)
     made = _layer(_Minimum, "g", g, x, y0, tolerance, steps)
     made.projections = projections(made.y, "y_set", y_set)
-    made.terms = match_leaves(
-        made.y,
+    made.terms = made.y.match(
         "y_prox",
         y_prox,
         lambda term: isinstance(term, Term),
@@ -332,18 +330,7 @@ class _FixedPoint(_Layer):
         return list(product(adjoint, at))
 
     def _image(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
-        given = self.at(x, y)
-        images = match_leaves(
-            self.y, "the result of phi", given, lambda v: isinstance(v, Tensor), "a tensor"
-        )
-        for name, leaf, image in zip(self.y.names, self.y.leaves, images, strict=True):
-            if image is None or image.shape != leaf.shape:
-                shown = None if image is None else tuple(image.shape)
-                raise ObjectiveError(
-                    f"phi(x, y) must return what y is; for {name} of the shape "
-                    f"{tuple(leaf.shape)} it returned {shown}"
-                )
-        return images
+        return self.y.tensors_like(self.at(x, y), "the result of phi(x, y)")
 
 
 class _Solution(torch.autograd.Function):

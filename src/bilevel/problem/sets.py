@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.variables import Variable, match_leaves
+from bilevel.variables import Variable
 
 Projection: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -180,7 +180,7 @@ class Rows:
 
 def projections(variable: Variable, argument: str, wanted: Any) -> list[Projection | None]:
     """For each leaf of ``variable`` the projection that ``wanted`` (an x_set or y_set) gives it."""
-    wished = match_leaves(variable, argument, wanted, callable, "a callable that projects a tensor")
+    wished = variable.match(argument, wanted, callable, "a callable that projects a tensor")
     for project, path, leaf, by_rows in zip(
         wished, variable.names, variable.leaves, variable.row_sparse, strict=True
     ):

@@ -29,7 +29,7 @@ from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
 from bilevel.run.worsening import worsening
-from bilevel.sampling import DirectionSize
+from bilevel.sampling import DirectionSize, Episodes
 from bilevel.variables import Stateful
 
 Callback: TypeAlias = Callable[[Solver, Info], bool | None]
@@ -47,6 +47,7 @@ def minimize(
     max_seconds: float | None = None,
     upper_data: Any = None,
     lower_data: Any = None,
+    data: Episodes | None = None,
     batch_size: int | None = None,
     direction_batch_size: DirectionSize = None,
     seed: int = 0,
@@ -66,7 +67,7 @@ def minimize(
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
     Args:
-        problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
+        problem, x0, y0, method, upper_data, lower_data, data, batch_size, direction_batch_size,
             seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
             takes them.
         steps: K, how many outer steps to take at most.
@@ -127,7 +128,7 @@ def minimize(
     with nullcontext() if checkpoint is None else interrupts:
         solver = Solver(
             problem, x0, y0, method=method, upper_data=upper_data, lower_data=lower_data,
-            batch_size=batch_size, direction_batch_size=direction_batch_size,
+            data=data, batch_size=batch_size, direction_batch_size=direction_batch_size,
             seed=seed, device=device, compile=compile, accumulate=accumulate,
             loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip

@@ -11,6 +11,8 @@ import torch
 
 from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_steps
 from bilevel.engine.ranks import GroupChoice, ranks_of
+from bilevel.engine.restart import Restart
+from bilevel.engine.stacked import TaskProblem, TaskVariable
 from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
 from bilevel.problem import Problem
@@ -18,7 +20,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
-from bilevel.sampling import DirectionSize
+from bilevel.sampling import DirectionSize, Episodes, EpisodicDraw
 from bilevel.variables import Variable, local_part
 
 
@@ -41,7 +43,9 @@ class Solver(Resumable):
             generator of its own, and nothing pairs a batch of f with one of g. Both advance with
             every evaluation that needs them, so in each inner step, and for the x direction once
             more; how often each does depends on the method. Data in which f and g belong together,
-            such as the tasks of few-shot learning, must not be given as two functions or lists.
+            such as the tasks of few-shot learning, is given as ``data``.
+        data: :class:`bilevel.Episodes`, in which the batches of f and of g come in pairs, one for
+            each task; in place of upper_data and lower_data.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
         direction_batch_size: how many samples are behind the x direction. None: one minibatch.
             "all": one pass over all data, in order.
@@ -92,6 +96,7 @@ class Solver(Resumable):
         method: str | Method[Any] = "f2sa",
         upper_data: Any = None,
         lower_data: Any = None,
+        data: Episodes | None = None,
         batch_size: int | None = None,
         direction_batch_size: DirectionSize = None,
         seed: int = 0,
@@ -103,7 +108,7 @@ class Solver(Resumable):
         process_group: GroupChoice = "default",
     ) -> None:
         sampling = partial(
-            Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size
+            Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size, data
         )
         execution = partial(Execution, compile, accumulate, loss_scale, chunk_size)
         given = Arguments(problem, x0, y0, method, sampling, execution, seed, device, process_group)
@@ -135,7 +140,13 @@ class Solver(Resumable):
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
             self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
-            state: State = self.method.init(self.problem, x, y)
+            draw = self.draw
+            if isinstance(draw, EpisodicDraw):
+                if draw.stacked:
+                    y = TaskVariable.stack(y, draw.tasks)
+                    self.evaluator.problem = TaskProblem(self.problem)
+                self.evaluator.restart = Restart(y.clone(), draw)
+            state: State = self.method.init(self.evaluator.problem, x, y)
             return state
 
     @property

@@ -81,6 +81,13 @@ class Update:
         """The user's, if there is one."""
         return self._optimizer
 
+    def restart(self, start: Variable) -> None:
+        """Go to where a new variable starts, and forget what an optimizer knows of the old one."""
+        self._variable.assign(start)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        self.project()
+
     def slow_down(self) -> None:
         """Halve the learning rates of the optimizer; other steps are the policy's to halve."""
         for group in [] if self._optimizer is None else self._optimizer.param_groups:

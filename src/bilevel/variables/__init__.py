@@ -11,7 +11,6 @@ from bilevel.variables.gradients import (
     require_finite,
 )
 from bilevel.variables.layout import Averaging
-from bilevel.variables.matching import match_leaves
 from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
@@ -61,7 +60,6 @@ __all__ = [
     "loaded",
     "local_part",
     "longest_step",
-    "match_leaves",
     "overwrite",
     "redistribute_like",
     "require_finite",

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.variables.table import Table
-from bilevel.variables.variable import Variable
 
 
 def match_leaves(
-    variable: Variable, argument: str, given: Any, fits: Callable[[Any], bool], wanted: str
+    value: Any,
+    moved_leaves: Sequence[Tensor],
+    argument: str,
+    given: Any,
+    fits: Callable[[Any], bool],
+    wanted: str,
 ) -> list[Any]:
     """For each leaf what ``given`` has for it; None where it has nothing.
 
     Args:
-        variable: whose leaves.
+        value: a tensor, a module, or a tree of these.
+        moved_leaves: those of its tensors that are moved.
         argument: what messages call ``given``.
-        given: one thing for all leaves of the variable, or a tree of such in its shape. For a
+        given: one thing for all leaves, or a tree of such in the shape of the value. For a
             module it is a dict by the names of parameters, or another module with the same names.
         fits: whether something is such a thing.
         wanted: what such a thing is, for messages.
     """
     found: dict[int, Any] = {}
-    leaves = set(map(id, variable.leaves))
+    leaves = set(map(id, moved_leaves))
 
     def moved(module: nn.Module) -> dict[str, Tensor]:
         return {name: p for name, p in module.named_parameters() if id(p) in leaves}
@@ -71,5 +76,5 @@ def match_leaves(
                 f"{part!r}"
             )
 
-    collect(variable.value, given, argument)
-    return [found.get(id(leaf)) for leaf in variable.leaves]
+    collect(value, given, argument)
+    return [found.get(id(leaf)) for leaf in moved_leaves]

@@ -57,9 +57,7 @@ LAYERS: dict[str, Entry] = {
     "fixed_point": Entry(
         fixed_point,
         {
-            "phi": FUNCTION
-            + bad(lambda x, y: y[:1], error=ObjectiveError)
-            + types(lambda x, y: 1.0),
+            "phi": FUNCTION + bad(lambda x, y: y[:1]) + types(lambda x, y: 1.0),
             "x": variable("x"),
             "y0": variable("y"),
             "tolerance": AT_LEAST_0,
