@@ -95,8 +95,6 @@ def direction(method: str, x: Tensor, y: Tensor, z: Tensor, pair: Any) -> Any:
 def test_steps_are_those_of_a_plain_loop_over_tasks(method: str, tasks: int, start: str) -> None:
     if method == "f3sa" and start == "warm":
         pytest.skip("its momentum is tested against the draw of a single task below")
-    if method == "itd" and start == "function":
-        pytest.skip("the start is not differentiated yet")
     pairs, steps = tasks_of(5 * tasks), 5
     given = METHODS[method]
     episodes = bilevel.Episodes(pairs, tasks=tasks, start=STARTS[start])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bilevel.methods import State
-from bilevel.sampling import EpisodicDraw
+from bilevel.sampling import Episodes
 from bilevel.variables import Variable
 
 
@@ -16,21 +16,21 @@ class Restart:
 
     Args:
         y: the lower variable at y0, which is kept.
-        draw: the episodes.
+        episodes: say where y starts.
     """
 
-    def __init__(self, y: Variable, draw: EpisodicDraw) -> None:
+    def __init__(self, y: Variable, episodes: Episodes) -> None:
         self._start = y
-        self._draw = draw
+        self._episodes = episodes
 
     def __call__(self, state: State) -> None:
         """Begin an outer step of the run."""
-        function = self._draw.start
-        if function is None and self._draw.episodes.start == "warm":
+        start = self._episodes.start
+        if start == "warm":
             return
-        if function is not None:
+        if callable(start):
             with torch.no_grad():
-                given = function(state.x.value)
+                given = start(state.x.value)
                 tensors = self._start.tensors_like(given, "the result of start")
                 torch._foreach_copy_(self._start.leaves, tensors)
         state.restart(self._start)

@@ -79,7 +79,12 @@ class Sampling:
                 )
 
     def _episodes(
-        self, data: Episodes, seed: int, place: torch.device | None, home: torch.device, ranks: bool
+        self,
+        data: Episodes,
+        seed: int,
+        place: torch.device | None,
+        home: torch.device,
+        several: bool,
     ) -> EpisodicDraw:
         source = stream_of(
             "source",
@@ -90,7 +95,7 @@ class Sampling:
             device=place,
             home=home,
         )
-        return EpisodicDraw(source, data, stacked=ranks or data.tasks > 1)
+        return EpisodicDraw(source, data, stacked=several or data.tasks > 1)
 
     def draw(
         self,
@@ -98,6 +103,8 @@ class Sampling:
         place: torch.device | None,
         home: torch.device,
         key: tuple[int, ...] = (),
+        *,
+        several: bool = False,
     ) -> tuple[Draw, PrivateRandomness]:
         """The samples of the run with that seed, and the randomness of its objectives.
 
@@ -106,11 +113,12 @@ class Sampling:
             place: the device to which batches go; None: they stay where they are.
             home: the device of x.
             key: another key gives independent samples of the same seed.
+            several: whether several ranks solve the problem together.
         """
         sequence = np.random.SeedSequence(seed, spawn_key=key)
         seeds = [int(s) for s in sequence.generate_state(3, np.uint64)]
         if self.data is not None:
-            episodes = self._episodes(self.data, seeds[0] >> 1, place, home, ranks=bool(key))
+            episodes = self._episodes(self.data, seeds[0] >> 1, place, home, several)
             return episodes, PrivateRandomness(seeds[2] >> 1, home)
         upper, lower = (
             stream_of(
@@ -153,12 +161,14 @@ class Sampling:
             data["data"] = {"source": source, "tasks": int(self.data.tasks), "start": start}
         return data | {name: settings.described(getattr(self, name)) for name in SIZES}
 
-    def check(self, problem: Problem, x: Variable, y: Variable, *batches: Any) -> tuple[str, ...]:
+    def check(
+        self, problem: Problem, x: Variable, y: Variable, *batches: Any, use_x: bool = True
+    ) -> tuple[str, ...]:
         """Evaluate the objectives at the start, as :mod:`bilevel.problem.checking` describes.
 
         Returned are the names of the metrics that they return beside the losses.
         """
-        metrics = check_objectives(problem, x, y, *batches)
+        metrics = check_objectives(problem, x, y, *batches, use_x=use_x)
         if self._in_unequal_parts:
             check_means(problem, x, y, *batches)
         return metrics
@@ -261,7 +271,8 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     ranks = ranks or ranks_of_one_process(given.process_group, x, y)
     if ranks is not None:
         refuse_on_ranks(ranks, given.problem, method, x, y)
-    redraw = partial(sampling.draw, given.seed, place, x.device)
+    several = ranks is not None and ranks.size > 1
+    redraw = partial(sampling.draw, given.seed, place, x.device, several=several)
     draw, randomness = redraw(() if ranks is None else ranks.key)
     larger = sampling.direction_batch_size is not None
     execution.check(method, larger_direction=larger, chunked=draw.chunked)

@@ -139,13 +139,16 @@ class Solver(Resumable):
     def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
             draw = self.draw
+            use_x = not self.method.acts_on_y(draw)
+            self.evaluator.metric_names = sampling.check(
+                self.problem, x, y, *draw.peek(), use_x=use_x
+            )
             if isinstance(draw, EpisodicDraw):
                 if draw.stacked:
                     y = TaskVariable.stack(y, draw.tasks)
                     self.evaluator.problem = TaskProblem(self.problem)
-                self.evaluator.restart = Restart(y.clone(), draw)
+                self.evaluator.restart = Restart(y.clone(), draw.episodes)
             state: State = self.method.init(self.evaluator.problem, x, y)
             return state
 
