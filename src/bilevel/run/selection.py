@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bilevel.methods import Info
+from bilevel.run.monitor import Monitor
 from bilevel.run.solver import Solver
 
 
@@ -20,8 +21,9 @@ class Last:
 
     accepts_unsettled = True
 
-    def __init__(self, solver: Solver, seed: int) -> None:
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
         self.solver = solver
+        self.monitor = monitor
 
     def before(self, recorded: bool) -> None:
         """Called before each step: x is x_k."""
@@ -50,8 +52,8 @@ class Kept(Last):
 
     accepts_unsettled = False
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._x = solver.state.x.clone()
         self._y = solver.state.solution.clone()
         self._candidate = solver.state.x.clone()
@@ -82,8 +84,8 @@ class Random(Kept):
     Step k takes the place of the one chosen before with probability 1/(k + 1).
     """
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._generator = np.random.default_rng([seed, 1])
         self._chosen = False
 
@@ -105,10 +107,10 @@ class Random(Kept):
 
 
 class Best(Kept):
-    """The recorded iterate with the lowest f at its lower solution."""
+    """The recorded iterate with the best number at its lower solution, by default the lowest f."""
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._lowest = float("inf")
 
     def before(self, recorded: bool) -> None:
@@ -116,8 +118,9 @@ class Best(Kept):
             self._candidate.assign(self.solver.state.x)
 
     def after(self, info: Info) -> None:
-        if info.upper is not None and float(info.upper) < self._lowest:
-            self._lowest = float(info.upper)
+        value = float("inf") if info.upper is None else self.monitor.value(info)
+        if value < self._lowest:
+            self._lowest = value
             self._keep(info.step)
 
     def state_dict(self) -> dict[str, Any]:

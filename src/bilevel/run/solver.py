@@ -13,7 +13,7 @@ from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_s
 from bilevel.engine.ranks import GroupChoice, ranks_of
 from bilevel.engine.restart import Restart
 from bilevel.engine.stacked import TaskProblem, TaskVariable
-from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
+from bilevel.errors import ArgumentError, DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
 from bilevel.problem import Problem
 from bilevel.run.checkpoint import settings
@@ -21,6 +21,7 @@ from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
 from bilevel.sampling import DirectionSize, Episodes, EpisodicDraw
+from bilevel.stepping import GivenSizes, StepSizePolicy
 from bilevel.variables import Variable, local_part
 
 
@@ -159,20 +160,65 @@ class Solver(Resumable):
 
     @property
     def x(self) -> Any:
-        """A copy of the upper variable, in the structure of x0."""
+        """A copy of the upper variable, in the structure of x0.
+
+        It can be set, to a value in that structure: the run goes on from there, in its set, with a
+        fresh optimizer, with what was estimated along the way forgotten, and y as it is.
+        """
         self.settle()
         with self._reaching():
             return self.state.x.detached()
+
+    @x.setter
+    def x(self, value: Any) -> None:
+        state = self.state
+        self.settle()
+        state.x_update.restart(self._placed(state.x, value))
+        state.reset_estimators()
+        if type(state.policy) is not GivenSizes:  # what it has found belongs to the old x
+            state.policy = self._new_policy()
 
     @property
     def y(self) -> Any:
         """A copy of the lower variable that solves the lower level, in the structure of y0.
 
         The last step fitted it at the x from which that step started, see :meth:`lower_solution`.
+        To set it puts every copy of y there, with fresh optimizers; of several tasks, all of them.
         """
         self.settle()
         with self._reaching():
             return self.state.solution.detached()
+
+    @y.setter
+    def y(self, value: Any) -> None:
+        self.settle()
+        self.state.restart(self._placed(self.state.solution, value))
+
+    def _placed(self, variable: Variable, value: Any) -> Variable:
+        """A copy of the variable at ``value``, which is in its structure."""
+        placed = variable.clone()
+        tensors = placed.tensors_like(value, variable.name)
+        for name, tensor in zip(variable.names, tensors, strict=True):
+            if not bool(torch.isfinite(local_part(tensor)).all()):
+                raise ArgumentError(f"{name} is set to a number that is not finite")
+        with torch.no_grad(), self._reaching():
+            for leaf, tensor in zip(placed.leaves, tensors, strict=True):
+                leaf.copy_(tensor)
+            modules = [node for node in (value,) if isinstance(node, torch.nn.Module)]
+            theirs = [buffer for module in modules for buffer in module.buffers()]
+            for mine, buffer in zip(placed.buffers, theirs, strict=False):
+                mine.copy_(buffer)
+            if self.ranks is not None:
+                self.ranks.broadcast(placed)
+        return placed
+
+    def _new_policy(self) -> StepSizePolicy:
+        """Where step sizes come from at the start of a run."""
+        state = self.state
+        fresh: State = self.method.init(
+            self.evaluator.problem, state.x.clone(), state.solution.clone()
+        )
+        return fresh.policy
 
     def step(self, *, measure: bool = True) -> Info:
         """One outer step; what it reports.

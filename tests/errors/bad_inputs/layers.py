@@ -11,6 +11,7 @@ from bilevel import prox
 from bilevel.errors import ObjectiveError
 from tests.errors.bad_inputs.values import (
     AT_LEAST_0,
+    CHOICE,
     COUNT,
     GIVEN_POSITIVE,
     SET,
@@ -40,6 +41,14 @@ WEIGHT = types(None, "1", True, [1.0]) + bad(-1.0, float("nan"))
 TERM = types(0.1, "l1", prox.L1)
 
 LAYERS: dict[str, Entry] = {
+    "Episodes": Entry(
+        lambda **given: bilevel.Episodes(**{"source": lambda generator: (None, None)} | given),
+        {
+            "source": types(None, 3, "tasks", torch.ones(3)) + bad([]),
+            "tasks": COUNT,
+            "start": CHOICE,
+        },
+    ),
     "argmin": Entry(
         argmin,
         {
