@@ -35,6 +35,7 @@ ABILITIES = {
     Ability.LOWER_OPTIMIZER: "`lower_optimizer`",
     Ability.UPPER_OPTIMIZER: "`upper_optimizer`",
     Ability.CONSTRAINED_LOWER: "solutions on the boundary of `y_set`",
+    Ability.PROXIMAL: "non-smooth terms (`y_prox`)",
     Ability.SPARSE_STEPS: "steps of a `Table` that cost its rows",
     Ability.COMPILE: "`compile`",
     Ability.STACK: "`minimize_many` at once",

@@ -42,6 +42,8 @@ def _why_not_compiled(
         return "it is for one process, and for modules that are not wrapped for several"
     if isinstance(draw, EpisodicDraw):
         return "in episodes every step begins with tasks and a y of its own"
+    if evaluator.problem.y_prox is not None:
+        return "y_prox asks for proximal steps, which are taken one by one"
     if evaluator.metric_names:
         return "the objectives return metrics, which a compiled step would leave out"
     if execution.accumulate:

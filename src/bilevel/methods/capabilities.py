@@ -30,6 +30,7 @@ class Ability(Enum):
     LOWER_OPTIMIZER = "take an optimizer for y (lower_optimizer)"
     UPPER_OPTIMIZER = "take an optimizer for x (upper_optimizer)"
     CONSTRAINED_LOWER = "follow a lower solution on the boundary of y_set"
+    PROXIMAL = "follow a lower level with a non-smooth term (y_prox)"
 
 
 ON_PHI = frozenset(

@@ -14,7 +14,7 @@ from torch import Tensor
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice, check_count, check_flag
 from bilevel.methods.base import Iterates
-from bilevel.methods.capabilities import FIRST_ORDER, ON_PHI, Properties
+from bilevel.methods.capabilities import FIRST_ORDER, ON_PHI, Ability, Properties
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.reference import given, gradient_x, gradient_y
@@ -134,7 +134,7 @@ class F2SA(PaperMethod[F2SAState]):
         copies=2,
         assumes="g strongly convex in y; f and g smooth",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 1",
-        abilities=FIRST_ORDER | ON_PHI,
+        abilities=FIRST_ORDER | ON_PHI | {Ability.PROXIMAL},
     )
 
     def __post_init__(self) -> None:

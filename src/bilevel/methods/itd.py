@@ -101,7 +101,7 @@ class ITD(DescentMethod[OneCopyState]):
         copies=1,
         assumes="g twice differentiable; memory for T inner steps",
         reference="Maclaurin, Duvenaud, Adams 2015; Franceschi, Donini, Frasconi, Pontil 2017",
-        abilities=SECOND_ORDER | {Ability.CONSTRAINED_LOWER, Ability.TASKS},
+        abilities=SECOND_ORDER | {Ability.CONSTRAINED_LOWER, Ability.PROXIMAL, Ability.TASKS},
     )
 
     def __post_init__(self) -> None:

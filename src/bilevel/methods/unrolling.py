@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilevel.methods.evaluator import Evaluator
 from bilevel.methods.implicit import Slope, gradient, pull_back
-from bilevel.problem import Level, Number, Projection, Term
+from bilevel.problem import Level, Number, Projection, ProximalMap, Term
 from bilevel.sampling import Rewind
 from bilevel.stepping import Carried, InnerRule
 from bilevel.variables import Variable, buffers_copied, frozen, substituted, unflatten_like
@@ -121,8 +121,8 @@ class Unrolled:
                 with torch.set_grad_enabled(differentiable):
                     now = self.rule.step(t, now, slopes, rates)
                     now = [
-                        at if project is None else Carried(project(at.leaf), at.moments)
-                        for at, project in zip(now, self._sets, strict=True)
+                        Carried(_followed(project, rate, at.leaf), at.moments)
+                        for at, project, rate in zip(now, self._sets, rates, strict=True)
                     ]
                 if not differentiable:
                     now = [Carried(_fresh(at.leaf), at.moments) for at in now]
@@ -158,6 +158,13 @@ class Unrolled:
                 slopes = unflatten_like(slope.vector, at)
         evaluator.require_finite(y.gradient_names, [slope.detach() for slope in slopes])
         return slopes
+
+
+def _followed(project: Projection | None, rate: Any, leaf: Tensor) -> Tensor:
+    """A leaf after a step of that rate, in its set or at the proximal map of the step."""
+    if project is None:
+        return leaf
+    return project.after(rate, leaf) if isinstance(project, ProximalMap) else project(leaf)
 
 
 def _fresh(tensor: Tensor) -> Tensor:

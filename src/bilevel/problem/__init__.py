@@ -5,6 +5,7 @@ from bilevel.problem.argmin import argmin, fixed_point
 from bilevel.problem.checking import check_means, check_objectives
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
+from bilevel.problem.proximal import ProximalMap, ProximalProblem
 from bilevel.problem.sets import (
     Ball,
     Box,
@@ -32,6 +33,8 @@ __all__ = [
     "Phi",
     "Problem",
     "Projection",
+    "ProximalMap",
+    "ProximalProblem",
     "RowNumbers",
     "RowWise",
     "Rows",

@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bilevel.errors import (
-    ArgumentError,
     ArgumentTypeError,
     NotConvergedWarning,
     ObjectiveError,
     warn,
 )
 from bilevel.errors.checks import check_count, checked_number
-from bilevel.problem.prox import Term
+from bilevel.problem.prox import Term, refuse_both, terms_of
 from bilevel.problem.sets import projections
 from bilevel.variables import (
     Fixed,
@@ -104,19 +103,8 @@ def argmin(
         checked_number("nu", nu, above=True)
     made = _layer(_Minimum, "g", g, x, y0, tolerance, steps)
     made.projections = projections(made.y, "y_set", y_set)
-    made.terms = made.y.match(
-        "y_prox",
-        y_prox,
-        lambda term: isinstance(term, Term),
-        "a term such as bilevel.prox.L1(0.1)",
-    )
-    for name, project, term in zip(made.y.names, made.projections, made.terms, strict=True):
-        if project is not None and term is not None:
-            raise ArgumentError(
-                f"y_set={project!r} and y_prox={term!r} are both for {name}; the projection of a "
-                f"proximal step is not the proximal step of the sum: give one, and where both are "
-                f"needed their common map as bilevel.prox.Prox(...)"
-            )
+    made.terms = terms_of(made.y, y_prox)
+    refuse_both(made.y, made.projections, made.terms)
     made.nu = nu
     return made.result()
 

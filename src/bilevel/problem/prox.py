@@ -18,7 +18,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, ObjectiveError
+from bilevel.variables import Variable
 
 Weight: TypeAlias = float | Tensor | Callable[[Any], Any]
 """A number, a tensor, or a function of x."""
@@ -149,3 +150,27 @@ class Prox(Term):
     def prox(self, y: Tensor, weight: Tensor) -> Tensor:
         assert self.map is not None
         return self.map(y, weight)
+
+
+def terms_of(y: Variable, given: Any) -> list[Term | None]:
+    """For each leaf of y the term that ``given`` (a y_prox) has for it."""
+    found: list[Term | None] = y.match(
+        "y_prox", given, lambda part: isinstance(part, Term), "a term such as bilevel.prox.L1(0.1)"
+    )
+    return found
+
+
+def refuse_both(y: Variable, sets: Sequence[Any], terms: Sequence[Term | None]) -> None:
+    """Refuse a set and a term for one leaf, and a term for a table."""
+    for name, by_rows, project, term in zip(y.names, y.row_sparse, sets, terms, strict=True):
+        if term is not None and by_rows:
+            raise ArgumentTypeError(
+                f"y_prox={term!r} is for {name}, of which a step moves only some rows; a term "
+                f"needs all of them"
+            )
+        if project is not None and term is not None:
+            raise ArgumentError(
+                f"y_set={project!r} and y_prox={term!r} are both for {name}; the projection of a "
+                f"proximal step is not the proximal step of the sum: give one, and where both are "
+                f"needed their common map as bilevel.prox.Prox(...)"
+            )

@@ -261,6 +261,8 @@ def _described(problem: Problem, method: Method[Any]) -> dict[str, Any]:
         name: settings.described(getattr(problem, name))
         for name in ("upper", "lower", "x_set", "y_set")
     }
+    if problem.y_prox is not None:
+        parts["y_prox"] = settings.described(problem.y_prox)
     return {
         "problem": {"kind": type(problem).__qualname__, **parts},
         "method": settings.of_method(method),

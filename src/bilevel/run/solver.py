@@ -15,7 +15,7 @@ from bilevel.engine.restart import Restart
 from bilevel.engine.stacked import TaskProblem, TaskVariable
 from bilevel.errors import ArgumentError, DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
-from bilevel.problem import Problem
+from bilevel.problem import Problem, ProximalProblem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
@@ -145,10 +145,12 @@ class Solver(Resumable):
             self.evaluator.metric_names = sampling.check(
                 self.problem, x, y, *draw.peek(), use_x=use_x
             )
+            if self.problem.y_prox is not None:
+                self.evaluator.problem = ProximalProblem(self.problem, x)
             if isinstance(draw, EpisodicDraw):
                 if draw.stacked:
                     y = TaskVariable.stack(y, draw.tasks)
-                    self.evaluator.problem = TaskProblem(self.problem)
+                    self.evaluator.problem = TaskProblem(self.evaluator.problem)
                 self.evaluator.restart = Restart(y.clone(), draw.episodes)
             state: State = self.method.init(self.evaluator.problem, x, y)
             return state

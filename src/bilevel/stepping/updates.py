@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
-from bilevel.problem import Number, Projection, RowNumbers, RowWise
+from bilevel.problem import Number, Projection, ProximalMap, RowNumbers, RowWise
 from bilevel.stepping.optimizers import (
     build,
     plain_step,
@@ -112,6 +113,8 @@ class Update:
         Others would still decay weights and follow their momentum, and a scheduler would count a
         step that was not taken.
         """
+        if any(isinstance(project, ProximalMap) for *_, project in self._projections):
+            return False
         if self._optimizer is None:
             return True
         return skips_without_sync(self._optimizer) and self._scheduler is None
@@ -143,7 +146,7 @@ class Update:
         self._variable.clear_grads()
         self._variable.reshard()
         if self._projections:
-            self.project(grads)
+            self.project(grads, rate)
 
     def _step(self, grads: Sequence[Tensor], rate: Number) -> None:
         """Add ``rate`` times the gradients; a sparse gradient moves only the rows it touches."""
@@ -164,9 +167,16 @@ class Update:
             torch._foreach_add_(leaves, steps, alpha=rate)
 
     @torch.no_grad()
-    def project(self, moved: Sequence[Tensor] | None = None) -> None:
-        """Move back into the set; after a step along the gradients ``moved``, what it touched."""
+    def project(self, moved: Sequence[Tensor] | None = None, rate: Number = 0.0) -> None:
+        """Move back into the set; after a step along the gradients ``moved``, what it touched.
+
+        A step of that ``rate`` may be followed by a proximal map in the place of a projection.
+        """
         for index, leaf, project in self._projections:
+            if isinstance(project, ProximalMap):
+                if moved is not None:
+                    leaf.copy_(self._inside(partial(project.after, float(rate)), leaf))
+                continue
             if not self._variable.row_sparse[index]:
                 leaf.copy_(self._inside(project, leaf))
                 continue

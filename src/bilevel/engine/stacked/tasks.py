@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from bilevel.engine.stacked.stack import StackedVariable, each
 from bilevel.engine.stacked.streams import UnbatchableError
 from bilevel.errors import ArgumentError
-from bilevel.problem import Metrics, Problem, Projection
+from bilevel.problem import Metrics, Problem, Projection, ProximalMap
 from bilevel.sampling import TaskBatches
 from bilevel.variables import Averaging, Variable, buffers_copied, substituted
 
@@ -106,6 +107,9 @@ class TaskProblem(Problem):
 
 
 def _for_each(project: Projection) -> Projection:
+    if isinstance(project, ProximalMap):
+        return replace(project, each=True)
+
     def of_all(tensor: Tensor) -> Tensor:
         return torch.stack([project(part) for part in tensor])
 
