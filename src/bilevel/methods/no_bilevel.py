@@ -92,6 +92,7 @@ class NoBilevel(Method[OneCopyState]):
                 Ability.LOWER_OPTIMIZER,
                 Ability.CONSTRAINED_LOWER,
                 Ability.PROXIMAL,
+                Ability.TASKS,
             }
         ),
     )
