@@ -32,9 +32,10 @@ from bilevel.methods import (
     NoBilevel,
     State,
 )
-from bilevel.problem import Problem, sets
+from bilevel.problem import Problem, argmin, fixed_point, prox, sets
 from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers, minimize
 from bilevel.run._version import __version__
+from bilevel.sampling import Episodes
 from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
@@ -62,6 +63,7 @@ __all__ = [
     "VPBGD",
     "Checkpoint",
     "DataMixer",
+    "Episodes",
     "Info",
     "LabelCleaner",
     "LossScale",
@@ -78,18 +80,21 @@ __all__ = [
     "State",
     "Table",
     "__version__",
+    "argmin",
     "check_hypergradient",
     "cleaning",
     "data",
     "diagnostics",
     "distributed",
     "errors",
+    "fixed_point",
     "hypergradient",
     "loggers",
     "minimize",
     "minimize_many",
     "mixing",
     "problems",
+    "prox",
     "schedules",
     "sets",
     "testing",
@@ -97,7 +102,7 @@ __all__ = [
 ]
 
 # Modules that are public under a shorter name than that of their room: `bilevel.sets`.
-for _name in ("distributed", "loggers", "schedules", "sets"):
+for _name in ("distributed", "loggers", "prox", "schedules", "sets"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]
 
 _LATER_MODULES = {

@@ -80,6 +80,8 @@ VALUES: dict[str, Refused] = {
     "cg_steps": COUNT,
     "neumann_steps": all_of(-1, 2.5, "2", True),
     "order": all_of(0, 2.5, "2", True),
+    "keep_every": all_of(0, 2.5, "2", True),
+    "first_order": FLAG,
     "warm_start": FLAG,
     "single_pass": FLAG,
     "scheme": CHOICE,
@@ -214,9 +216,9 @@ BAD_COMBINATIONS = [
     ),
     Bad(
         "itd",
-        {"lower_optimizer": sgd},
+        {"lower_lr": 0.1, "learned_lr": lambda x: x},
         ArgumentError,
-        "lower_optimizer=.*ITD",
+        "lower_lr=0.1.*learned_lr",
     ),
 ]
 

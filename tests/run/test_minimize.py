@@ -201,6 +201,7 @@ def test_the_numbers_of_an_outcome_are_its_messages() -> None:
         "all steps were taken",
         "x came to rest within the tolerance",
         "max_seconds were over",
+        "nothing better was recorded for as long as patience says",
         "f ended clearly above its start or its best",
         "the callback asked to stop",
         "Ctrl-C or SIGTERM asked to stop",

@@ -13,7 +13,7 @@ from bilevel.engine.ranks import Ranks, RanksEvaluator
 from bilevel.errors import CompileWarning, warn
 from bilevel.methods import Ability, Method, State
 from bilevel.problem import Problem
-from bilevel.sampling import Draw
+from bilevel.sampling import Draw, EpisodicDraw
 
 
 def make_evaluator(
@@ -40,6 +40,10 @@ def _why_not_compiled(
         return found
     if isinstance(evaluator, RanksEvaluator):
         return "it is for one process, and for modules that are not wrapped for several"
+    if isinstance(draw, EpisodicDraw):
+        return "in episodes every step begins with tasks and a y of its own"
+    if evaluator.problem.y_prox is not None:
+        return "y_prox asks for proximal steps, which are taken one by one"
     if evaluator.metric_names:
         return "the objectives return metrics, which a compiled step would leave out"
     if execution.accumulate:

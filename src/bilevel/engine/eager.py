@@ -14,6 +14,7 @@ from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.loss_scale import Scaling
 from bilevel.engine.report import Report, rested
+from bilevel.engine.restart import Restart
 from bilevel.errors import NonFiniteError, ObjectiveError
 from bilevel.methods import Descent, Evaluator, Info, Move, State
 from bilevel.methods.evaluator import Step
@@ -66,12 +67,15 @@ class EagerEvaluator(Evaluator):
 
     Attributes:
         metric_names: the names of the metrics that the objectives return beside the losses.
+        restart: puts the copies of y where they start in each outer step; None: they go on.
     """
 
     closed = False
     """Whether the next step runs compiled code alone, without random numbers and autograd."""
 
     metric_names: tuple[str, ...] = ()
+
+    restart: Restart | None = None
 
     def __init__(
         self,
@@ -100,6 +104,9 @@ class EagerEvaluator(Evaluator):
 
     def outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
         try:
+            self.draw.begin()
+            if self.restart is not None:
+                self.restart(state)
             sizes = state.policy.at(self, state)
             self.begin(state, measure=measure)
             return step(self, state, sizes)
@@ -172,6 +179,8 @@ class EagerEvaluator(Evaluator):
         phi: Phi | None = None,
     ) -> Info:
         x, check = state.x, self._check
+        if self.draw.tasks > 1:  # the gradients on the leaves are sums over the tasks
+            gain = gain / self.draw.tasks
         if not averaged:
             check.complete(x)
         if state.policy.due:
@@ -289,8 +298,9 @@ class EagerEvaluator(Evaluator):
             self._report.add(sample, known)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine carries from step to step: the loss scale."""
-        return {"loss_scale": self._scaling.state_dict()}
+        """What the engine carries from step to step: the loss scale, and where y starts."""
+        carried = {"loss_scale": self._scaling.state_dict()}
+        return carried if self.restart is None else carried | {"start": self.restart.state_dict()}
 
     def state_form(self) -> Form:
         """What a saved state must look like."""
@@ -299,6 +309,8 @@ class EagerEvaluator(Evaluator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self._scaling.load_state_dict(state["loss_scale"])
+        if self.restart is not None:
+            self.restart.load_state_dict(state["start"])
 
     # How gradients of Phi come about
 

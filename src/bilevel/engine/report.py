@@ -127,8 +127,12 @@ class Report:
 
     def info(self, direction: list[Tensor], **sizes: Any) -> Info:
         """The report of the state's current step."""
-        means = dict(zip(self._totals, self._check.means([*self._totals.values()]), strict=True))
+        totals, tasks = [*self._totals.values()], self._objectives.draw.tasks
+        if tasks > 1:  # of which everything here is the sum
+            totals = [total / tasks for total in totals]
+        means = dict(zip(self._totals, self._check.means(totals), strict=True))
         metrics = {key: mean for key, mean in means.items() if isinstance(key, str)}
         values = {key: mean for key, mean in means.items() if not isinstance(key, str)}
         norm = self._check.norm(self._state.x, direction)
+        norm = norm / tasks if tasks > 1 else norm
         return info_of(self._state, values, norm, metrics=metrics, **sizes)

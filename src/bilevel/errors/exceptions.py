@@ -238,6 +238,10 @@ class CheckpointWarning(BilevelWarning):
     """A checkpoint could not be written or read; the message says how the run continues."""
 
 
+class NotConvergedWarning(BilevelWarning):
+    """A layer such as :func:`bilevel.argmin` did not reach its tolerance."""
+
+
 class RanksWarning(BilevelWarning):
     """Several ranks were launched, but they are not in one process group."""
 

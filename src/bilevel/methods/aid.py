@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilevel.errors.checks import check_count, check_flag
 from bilevel.methods.base import Iterates
-from bilevel.methods.capabilities import SECOND_ORDER, Properties
+from bilevel.methods.capabilities import SECOND_ORDER, Ability, Properties
 from bilevel.methods.implicit import ImplicitMethod, Point, one_copy
 from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import OneCopyState
@@ -29,6 +29,10 @@ class AIDState(OneCopyState):
     """
 
     adjoint: Tensor
+
+    def restart(self, start: Variable) -> None:
+        super().restart(start)
+        self.adjoint.zero_()
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class AID(ImplicitMethod[AIDState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable, little noise; f and g smooth",
         reference="Pedregosa 2016; Grazzi, Franceschi, Pontil, Salzo 2020",
-        abilities=SECOND_ORDER,
+        abilities=SECOND_ORDER | {Ability.TASKS},
     )
 
     def __post_init__(self) -> None:

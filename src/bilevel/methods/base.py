@@ -39,10 +39,12 @@ class Method(ABC, Generic[S]):
     Attributes:
         properties: what a user compares methods by, with the abilities of the class.
         limits: arguments with which the method loses an ability; those of base classes count too.
+        functions_of_x: the arguments that may be functions of x; any other function is one of k.
     """
 
     properties: ClassVar[Properties]
     limits: ClassVar[tuple[Limit, ...]] = ()
+    functions_of_x: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls: type[M], *_: Any, **given: Any) -> M:
         refuse_foreign(Method, cls, given)
@@ -58,13 +60,12 @@ class Method(ABC, Generic[S]):
                     return str(limit.reason)
         return None
 
-    @property
-    def direction_batches(self) -> int:
-        """How many minibatches are behind an x direction where the user leaves that open."""
-        return 1
-
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         """Refuse, with the reason, what the method cannot do with this problem, data or x."""
+
+    def acts_on_y(self, draw: Draw) -> bool:
+        """Whether x acts on y by the method's own arguments too, so that f and g may leave it."""
+        return False
 
     @abstractmethod
     def init(self, problem: Problem, x: Variable, y: Variable) -> S:

@@ -22,6 +22,7 @@ class Ability(Enum):
     DEFER = "leave a step on a GPU before it is known to be finite"
     COMPILE = "run compiled steps (compile=True)"
     STACK = "run many at once (minimize_many)"
+    TASKS = "take several tasks per step (Episodes)"
     RANKS = "run on several ranks"
     SHARDS = "move variables of which each rank holds a part"
     DIVIDED_TABLES = "move tables whose rows are divided over ranks"
@@ -29,6 +30,7 @@ class Ability(Enum):
     LOWER_OPTIMIZER = "take an optimizer for y (lower_optimizer)"
     UPPER_OPTIMIZER = "take an optimizer for x (upper_optimizer)"
     CONSTRAINED_LOWER = "follow a lower solution on the boundary of y_set"
+    PROXIMAL = "follow a lower level with a non-smooth term (y_prox)"
 
 
 ON_PHI = frozenset(
@@ -39,6 +41,7 @@ ON_PHI = frozenset(
         Ability.DEFER,
         Ability.COMPILE,
         Ability.STACK,
+        Ability.TASKS,
         Ability.RANKS,
         Ability.SHARDS,
         Ability.DIVIDED_TABLES,

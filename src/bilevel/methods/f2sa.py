@@ -14,7 +14,7 @@ from torch import Tensor
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice, check_count, check_flag
 from bilevel.methods.base import Iterates
-from bilevel.methods.capabilities import FIRST_ORDER, ON_PHI, Properties
+from bilevel.methods.capabilities import FIRST_ORDER, ON_PHI, Ability, Properties
 from bilevel.methods.evaluator import Descent, Evaluator, Move
 from bilevel.methods.penalty import PaperMethod
 from bilevel.methods.reference import given, gradient_x, gradient_y
@@ -85,8 +85,7 @@ class F2SA(PaperMethod[F2SAState]):
             g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.found`;
             without sampling the steps have momentum, and are up to 3 T.
         upper_lr: s_k, the step of x. "auto": found, each step tested before it is kept, see there;
-            this holds a second copy of x and of each copy of y, and takes the direction of x from
-            T minibatches of data that is sampled here.
+            this holds a second copy of x and of each copy of y.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
             lower_lr="auto" a number is where it starts, and it is raised where f is too strong
             for it (not with coupling="independent").
@@ -139,7 +138,7 @@ class F2SA(PaperMethod[F2SAState]):
         copies=2,
         assumes="g strongly convex in y; f and g smooth",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 1",
-        abilities=FIRST_ORDER | ON_PHI,
+        abilities=FIRST_ORDER | ON_PHI | {Ability.PROXIMAL},
     )
 
     def __post_init__(self) -> None:
@@ -171,11 +170,6 @@ class F2SA(PaperMethod[F2SAState]):
     @classmethod
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
-
-    @property
-    def direction_batches(self) -> int:
-        # a step of x that is to be found gains more from less noise than from being one more step
-        return self.inner_steps if self.rates.upper is None and not self.single_pass else 1
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         super().check(problem, draw, x)

@@ -121,7 +121,8 @@ class F3SA(PaperMethod[F3SAState]):
         copies=4,
         assumes="as F2SA, and smooth in y for every sample",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
-        abilities=FIRST_ORDER - {Ability.SPARSE_STEPS} | {Ability.RANKS, Ability.SHARDS},
+        abilities=FIRST_ORDER - {Ability.SPARSE_STEPS}
+        | {Ability.RANKS, Ability.SHARDS, Ability.TASKS, Ability.PROXIMAL},
     )
 
     def __post_init__(self) -> None:

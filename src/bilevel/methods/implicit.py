@@ -140,10 +140,17 @@ class Point:
 
 
 def pull_back(
-    values: Sequence[Tensor], weights: Sequence[Tensor], *variables: Variable, user: str
+    values: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *variables: Variable,
+    user: str,
+    inputs: Sequence[Tensor] = (),
 ) -> None:
-    """Add the gradients of the values' products with the weights to those of the variables."""
-    leaves = [leaf for variable in variables for leaf in variable.leaves]
+    """Add the gradients of the values' products with the weights to those of the variables.
+
+    And to those of the ``inputs``, other leaves of the graph.
+    """
+    leaves = [*(leaf for variable in variables for leaf in variable.leaves), *inputs]
     with _refused(user):
         torch.autograd.backward(values, weights, inputs=leaves)
 

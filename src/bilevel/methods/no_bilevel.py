@@ -87,7 +87,13 @@ class NoBilevel(Method[OneCopyState]):
         assumes="as much as training on g does",
         reference="Kwon, Kwon, Wright, Nowak 2023, 'Without BO'",
         abilities=frozenset(
-            {Ability.SPARSE_STEPS, Ability.LOWER_OPTIMIZER, Ability.CONSTRAINED_LOWER}
+            {
+                Ability.SPARSE_STEPS,
+                Ability.LOWER_OPTIMIZER,
+                Ability.CONSTRAINED_LOWER,
+                Ability.PROXIMAL,
+                Ability.TASKS,
+            }
         ),
     )
 

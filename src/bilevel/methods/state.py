@@ -90,6 +90,13 @@ class State:
     def reset_estimators(self) -> None:
         """Forget what was estimated along the path of x, which was put elsewhere."""
 
+    def restart(self, start: Variable) -> None:
+        """Put every copy of y to where a new lower level starts, with fresh optimizers."""
+        for update in self.updates():
+            if update is not self.x_update:
+                update.restart(start)
+        self.reset_estimators()
+
     def variables(self) -> list[Variable]:
         """Every variable that the state carries."""
         return list(_carried(self, Variable))

@@ -1,9 +1,11 @@
 """What is solved: the two objectives, their sets, and the scalar Phi."""
 
-from bilevel.problem import sets
+from bilevel.problem import prox, sets
+from bilevel.problem.argmin import argmin, fixed_point
 from bilevel.problem.checking import check_means, check_objectives
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
+from bilevel.problem.proximal import ProximalMap, ProximalProblem
 from bilevel.problem.sets import (
     Ball,
     Box,
@@ -31,16 +33,21 @@ __all__ = [
     "Phi",
     "Problem",
     "Projection",
+    "ProximalMap",
+    "ProximalProblem",
     "RowNumbers",
     "RowWise",
     "Rows",
     "Simplex",
     "Stencil",
     "Term",
+    "argmin",
     "central",
     "check_means",
     "check_objectives",
+    "fixed_point",
     "projections",
+    "prox",
     "scaled",
     "sets",
 ]

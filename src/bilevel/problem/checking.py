@@ -16,9 +16,17 @@ from bilevel.variables import Variable, buffers_kept, frozen, global_norm, is_sh
 
 
 def check_objectives(
-    problem: Problem, x: Variable, y: Variable, upper_batch: Any, lower_batch: Any
+    problem: Problem,
+    x: Variable,
+    y: Variable,
+    upper_batch: Any,
+    lower_batch: Any,
+    *,
+    use_x: bool = True,
 ) -> tuple[str, ...]:
     """Evaluate the objectives; raise unless they are scalar functions of x and y and write to none.
+
+    Without ``use_x`` they need not depend on x, which then acts by where y starts.
 
     What an objective writes into x, y or the batch would be lost in some copies and evaluations
     and kept in others. Returned are the names of the metrics that they return beside the losses.
@@ -46,7 +54,8 @@ def check_objectives(
                     )
                 del value
         with frozen(y):
-            if not any(_depends(objective(x, y, batch), x) for _, objective, batch in levels):
+            seen = (_depends(objective(x, y, batch), x) for _, objective, batch in levels)
+            if use_x and not any(seen):
                 raise ObjectiveError(
                     "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
                     "differentiable operations, so there is nothing to optimize"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
 from bilevel.errors.checks import check_function
+from bilevel.problem.prox import Term, terms_of
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, is_sharded
@@ -33,6 +34,8 @@ class Problem:
             strongly convex in y.
         x_set: a convex set to which x is confined, see :mod:`bilevel.sets`; None: all of space.
         y_set: the same for y. It may not depend on x.
+        y_prox: a non-smooth term that is added to g, see :mod:`bilevel.prox`, such as
+            ``bilevel.prox.L1(lambda x: x.exp())``; steps of y are then proximal ones.
 
     x and y reach the objectives in the structure in which the user gave the starting point: a
     tensor, nested dicts, lists and tuples of tensors, an ``nn.Module``, or a :class:`bilevel.Table`
@@ -59,6 +62,7 @@ class Problem:
         lower: Objective,
         x_set: Any = None,
         y_set: Any = None,
+        y_prox: Any = None,
     ) -> None:
         for name, objective in (("upper", upper), ("lower", lower)):
             check_function(name, objective, "x", "y", "batch")
@@ -74,14 +78,32 @@ class Problem:
         self.lower = lower
         self.x_set = x_set
         self.y_set = y_set
+        if y_prox is not None and not isinstance(y_prox, Term | dict | list | tuple):
+            raise ArgumentTypeError(
+                f"y_prox must be a term such as bilevel.prox.L1(0.1), or a tree of such in the "
+                f"shape of y, not {y_prox!r}"
+            )
+        self.y_prox = y_prox
 
     def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
         """The upper objective, checked to be a scalar; its metrics are put into ``metrics``."""
         return _scalar("upper", self.upper(x.value, y.value, batch), metrics)
 
     def g(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
-        """The lower objective, checked to be a scalar; its metrics are put into ``metrics``."""
-        return _scalar("lower", self.lower(x.value, y.value, batch), metrics)
+        """The lower objective, checked to be a scalar; its metrics are put into ``metrics``.
+
+        A non-smooth term is a constant in y here, because steps follow it by its proximal map.
+        """
+        value = _scalar("lower", self.lower(x.value, y.value, batch), metrics)
+        if self.y_prox is not None:
+            for leaf, term in zip(y.leaves, self.y_terms(y), strict=True):
+                if term is not None:
+                    value = value + term.value(leaf.detach(), term.at(x.value).to(leaf))
+        return value
+
+    def y_terms(self, y: Variable) -> list[Term | None]:
+        """For each leaf of y its non-smooth term."""
+        return terms_of(y, self.y_prox)
 
     def x_projections(self, x: Variable) -> list[Projection | None]:
         """For each leaf of x the projection onto its set."""

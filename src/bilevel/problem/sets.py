@@ -24,11 +24,11 @@ from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_function
-from bilevel.variables import Table, Variable
+from bilevel.variables import Variable
 
 Projection: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -181,9 +181,11 @@ class Rows:
 
 def projections(variable: Variable, argument: str, wanted: Any) -> list[Projection | None]:
     """For each leaf of ``variable`` the projection that ``wanted`` (an x_set or y_set) gives it."""
-    found: dict[int, Projection] = {}
-    _collect(variable.value, wanted, argument, found)
-    wished = [found.get(id(leaf)) for leaf in variable.leaves]
+    wished = variable.match(argument, wanted, callable, "a callable that projects a tensor")
+    for project in wished:
+        if project is not None:
+            expected = "a callable that projects a tensor"
+            check_function(argument, project, "tensor", expected=expected)
     for project, path, leaf, by_rows in zip(
         wished, variable.names, variable.leaves, variable.row_sparse, strict=True
     ):
@@ -199,40 +201,3 @@ def projections(variable: Variable, argument: str, wanted: Any) -> list[Projecti
 
 def _row_wise(project: Projection, shape: torch.Size) -> bool:
     return isinstance(project, RowWise) and project.of_rows(slice(0, 1), shape) is not None
-
-
-def _collect(node: Any, wanted: Any, path: str, found: dict[int, Projection]) -> None:
-    if wanted is None or node is None:
-        return
-    if isinstance(node, Table):
-        node = node.values
-    if isinstance(node, nn.Module) and (callable(wanted) or isinstance(wanted, dict)):
-        node = {name: p for name, p in node.named_parameters() if p.requires_grad}
-    if isinstance(wanted, type):
-        raise ArgumentTypeError(f"{path} is the class {wanted.__name__}; give an instance of it")
-    if callable(wanted):
-        check_function(path, wanted, "tensor", expected="a callable that projects a tensor")
-        if isinstance(node, Tensor):
-            found[id(node)] = wanted
-        elif isinstance(node, dict | list | tuple):
-            for child in node.values() if isinstance(node, dict) else node:
-                _collect(child, wanted, path, found)
-        return
-    if isinstance(wanted, dict) and isinstance(node, dict):
-        unknown = [key for key in wanted if key not in node]
-        if unknown:
-            raise ArgumentError(
-                f"{path} names {unknown!r}, but the variable has only {list(node)!r}"
-            )
-        for key, part in wanted.items():
-            _collect(node[key], part, f"{path}[{key!r}]", found)
-    elif isinstance(wanted, list | tuple) and isinstance(node, list | tuple):
-        if len(wanted) != len(node):
-            raise ArgumentError(f"{path} has {len(wanted)} parts, but the variable has {len(node)}")
-        for index, part in enumerate(wanted):
-            _collect(node[index], part, f"{path}[{index}]", found)
-    else:
-        raise ArgumentTypeError(
-            f"{path} must be a callable that projects a tensor, or a tree of such in the shape of "
-            f"the variable, not {wanted!r}"
-        )

@@ -206,6 +206,11 @@ def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: f
 def _check_problem(problem: Problem) -> None:
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
+    if problem.y_prox is not None:
+        raise ArgumentError(
+            f"the problem has y_prox={problem.y_prox!r}, but the exact hypergradient is available "
+            f"only for a smooth lower level"
+        )
     if problem.y_set is not None:
         raise ArgumentError(
             f"the problem has y_set={problem.y_set!r}, but the exact hypergradient is available "

@@ -86,6 +86,8 @@ def run_together(group: Sequence[Run], choices: Choices) -> list[Ending]:
     reason = group[0].method.why_not(Ability.STACK)
     if reason is not None:
         raise UnbatchableError(reason)
+    if choices.problem.y_prox is not None:
+        raise UnbatchableError("y_prox asks for proximal steps, of which each run has its own")
     methods = [run.method for run in group if isinstance(run.method, DescentMethod)]
     x, y = _stacked_starts(group, choices.place)
     _check(group, choices, x.template, y.template)

@@ -30,13 +30,14 @@ from bilevel.run.checkpoint.settings import differences
 from bilevel.run.convergence import Convergence
 from bilevel.run.divergence import REACTIONS, Guard, Reaction
 from bilevel.run.history import Recorder
+from bilevel.run.monitor import MODES, Monitor
 from bilevel.run.outcome import Outcome, Result
 from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
 from bilevel.run.worsening import worsening
-from bilevel.sampling import DirectionSize
+from bilevel.sampling import DirectionSize, Episodes
 from bilevel.variables import Stateful
 
 Callback: TypeAlias = Callable[[Solver, Info], bool | None]
@@ -54,6 +55,7 @@ def minimize(
     max_seconds: float | None = None,
     upper_data: Any = None,
     lower_data: Any = None,
+    data: Episodes | None = None,
     batch_size: int | None = None,
     direction_batch_size: DirectionSize = None,
     seed: int = 0,
@@ -66,6 +68,9 @@ def minimize(
     callback: Callback | None = None,
     record_every: int = 1,
     select: Literal["last", "best", "random"] = "last",
+    monitor: str = "upper",
+    monitor_mode: Literal["min", "max"] = "min",
+    patience: int | None = None,
     checkpoint: CheckpointLike | None = None,
     on_divergence: Reaction | None = None,
     process_group: GroupChoice = "default",
@@ -73,7 +78,7 @@ def minimize(
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
     Args:
-        problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
+        problem, x0, y0, method, upper_data, lower_data, data, batch_size, direction_batch_size,
             seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
             takes them.
         steps: K, how many outer steps to take at most.
@@ -88,9 +93,14 @@ def minimize(
         callback: called as ``callback(solver, info)`` at every recorded step; returning what is
             true ends the run. One with ``state_dict`` and ``load_state_dict`` is saved with it.
         record_every: record every that many steps, and the last.
-        select: which iterate to return. "last"; "best": with the lowest recorded f (on
+        select: which iterate to return. "last"; "best": with the best recorded ``monitor`` (on
             minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
             iterate for which the paper's theorems are stated.
+        monitor: the recorded number that tells which iterate is best: "upper", which is f, or any
+            other, such as a metric of the user's own, "upper/accuracy".
+        monitor_mode: whether its smallest ("min") or its largest value ("max") is the best.
+        patience: end the run, with the outcome OUT_OF_PATIENCE, after so many recorded steps
+            without a better ``monitor``. None: all steps are taken.
         checkpoint: a folder, or a :class:`bilevel.Checkpoint`, which says what is promised: the run
             is saved there, the same call goes on from there with the same bits, and Ctrl-C ends the
             run after the step that is being taken.
@@ -127,14 +137,14 @@ def minimize(
     """
     saved = None if checkpoint is None else checkpoint_of(checkpoint)
     options = Options(
-        steps, tolerance, max_seconds, record_every, select, on_divergence, progress, callback,
-        saved,
+        steps, tolerance, max_seconds, record_every, select, monitor, monitor_mode, patience,
+        on_divergence, progress, callback, saved,
     )  # fmt: skip
     interrupts = Interrupts()
     with nullcontext() if checkpoint is None else interrupts:
         solver = Solver(
             problem, x0, y0, method=method, upper_data=upper_data, lower_data=lower_data,
-            batch_size=batch_size, direction_batch_size=direction_batch_size,
+            data=data, batch_size=batch_size, direction_batch_size=direction_batch_size,
             seed=seed, device=device, compile=compile, accumulate=accumulate,
             loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip
@@ -143,6 +153,7 @@ def minimize(
                 "steps": int(options.steps),
                 "tolerance": options.tolerance,
                 "max_seconds": options.max_seconds,
+                "patience": options.patience,
                 "checkpoint": saved is not None,
             }
             solver.ranks.require_same(counts | options.described(), differences)
@@ -160,6 +171,9 @@ class Options:
     max_seconds: float | None
     record_every: int
     select: str
+    monitor: str
+    monitor_mode: str
+    patience: int | None
     on_divergence: Reaction | None
     progress: bool
     callback: Callback | None
@@ -173,6 +187,9 @@ class Options:
             checked_number("max_seconds", self.max_seconds, above=True)
         check_count("record_every", self.record_every)
         check_choice("select", self.select, SELECTORS)
+        check_choice("monitor_mode", self.monitor_mode, MODES)
+        if self.patience is not None:
+            check_count("patience", self.patience)
         if self.on_divergence is not None:
             check_choice("on_divergence", self.on_divergence, REACTIONS)
         check_flag("progress", self.progress)
@@ -182,11 +199,13 @@ class Options:
     def described(self) -> dict[str, Any]:
         """What may not differ between a checkpoint and the run that goes on from it.
 
-        What ends a run may: steps, tolerance, max_seconds.
+        What ends a run may: steps, tolerance, max_seconds, patience.
         """
         return {
             "record_every": int(self.record_every),
             "select": self.select,
+            "monitor": self.monitor,
+            "monitor_mode": self.monitor_mode,
             "on_divergence": self.on_divergence,
         }
 
@@ -205,14 +224,15 @@ class _Loop:
         self._solver = solver
         self._options = options
         self._interrupts = interrupts
-        self._stopped = self._interrupted = self._converged = self._late = False
+        self._stopped = self._interrupted = self._converged = self._late = self._impatient = False
         self._recorder = Recorder(
             options.steps,
             options.record_every,
             solver.state.x.device,
             metrics=solver.evaluator.metric_names,
         )
-        self._selector = SELECTORS[options.select](solver, seed)
+        self._monitor = Monitor(solver, options.monitor, options.monitor_mode, options.patience)
+        self._selector = SELECTORS[options.select](solver, seed, self._monitor)
         self._clock = Clock()
         self._guard = Guard(solver, self._recorder, self._selector, options.on_divergence)
         self._convergence = Convergence(solver, options.tolerance)
@@ -227,6 +247,7 @@ class _Loop:
         parts: dict[str, Stateful] = {
             "recorder": self._recorder,
             "selector": self._selector,
+            "monitor": self._monitor,
             "clock": self._clock,
             "guard": self._guard,
             "convergence": self._convergence,
@@ -261,12 +282,13 @@ class _Loop:
         judged = self._convergence.due(self._recorder.rows, last=k >= self._options.steps)
         late, moving = k > 0 and self._out_of_time, not (judged and self._convergence.reached)
         self._interrupted, self._late, moving = self._on_any_rank(asked, late, moving)
+        self._impatient = self._monitor.exhausted
         self._converged = not moving
 
     @property
     def _ended(self) -> bool:
         """Whether anything but the number of steps ended the run."""
-        return self._stopped or self._interrupted or self._converged or self._late
+        return any((self._stopped, self._interrupted, self._converged, self._late, self._impatient))
 
     @property
     def _out_of_time(self) -> bool:
@@ -295,6 +317,7 @@ class _Loop:
             if recorded:
                 self._recorder.add(info, self._clock.seconds)
                 self._convergence.after(info)
+                self._monitor.after(info)
             if inspected:
                 self._guard.look()
             if judged:
@@ -309,6 +332,7 @@ class _Loop:
             due, stop, asked, late, moving
         )
         self._converged = not moving
+        self._impatient = self._monitor.exhausted  # of means over ranks, so that all agree
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
@@ -350,8 +374,10 @@ class _Loop:
             return Outcome.WORSENED
         if self._converged:
             return Outcome.CONVERGED
-        late = self._late and self._solver.k < self._options.steps
-        return Outcome.OUT_OF_TIME if late else Outcome.COMPLETED
+        early = self._solver.k < self._options.steps
+        if self._impatient and early:
+            return Outcome.OUT_OF_PATIENCE
+        return Outcome.OUT_OF_TIME if self._late and early else Outcome.COMPLETED
 
     def _warn_if_worse(self) -> bool:
         """Whether f ended clearly above its start or its best, which is told unless that is known.

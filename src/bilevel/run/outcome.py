@@ -23,6 +23,7 @@ class Outcome(Enum):
     COMPLETED = "all steps were taken"
     CONVERGED = "x came to rest within the tolerance"
     OUT_OF_TIME = "max_seconds were over"
+    OUT_OF_PATIENCE = "nothing better was recorded for as long as patience says"
     WORSENED = "f ended clearly above its start or its best"
     STOPPED = "the callback asked to stop"
     INTERRUPTED = "Ctrl-C or SIGTERM asked to stop"

@@ -53,7 +53,7 @@ def _over_a_longer_way(solver: Solver) -> tuple[float, float]:
     if any(y.row_sparse) or any(x.row_sparse):
         return 0.0, math.nan  # a table may be too large for differences of all of it
     with buffers_kept(x, y):
-        pull = _gradients(solver.problem.f(x, y, upper), y)[0]
+        pull = _gradients(solver.evaluator.problem.f(x, y, upper), y)[0]
         middle = flatten([leaf.detach() for leaf in y.leaves])
         largest = pull.abs().max() if pull.numel() else pull.sum()
         if not largest > 0:
@@ -63,7 +63,7 @@ def _over_a_longer_way(solver: Solver) -> tuple[float, float]:
         found = []
         for sign in (1, -1):
             _put(y, middle + sign * distance * pull)
-            found.append(_gradients(solver.problem.g(x, y, lower), y, x))
+            found.append(_gradients(solver.evaluator.problem.g(x, y, lower), y, x))
     (y_ahead, x_ahead), (y_behind, x_behind) = found
     curvature = float(pull @ (y_ahead - y_behind) / (2 * distance * (pull @ pull)))
     mixed = float((x_ahead - x_behind).norm() / (2 * distance))

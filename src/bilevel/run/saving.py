@@ -24,7 +24,7 @@ from bilevel.run._version import __version__
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
-from bilevel.sampling import Draw, PrivateRandomness
+from bilevel.sampling import Draw, EpisodicDraw, PrivateRandomness
 from bilevel.variables import Form, buffers_kept, form_of
 from bilevel.variables.forms import maybe, real, record, refuse, text, whole
 
@@ -204,6 +204,8 @@ class Resumable(ABC):
         if self.ranks is not None:
             content["ranks"] = self.ranks.size
             content[OWN] = {part: content["solver"].pop(part) for part in ("draw", "randomness")}
+            if isinstance(self.draw, EpisodicDraw):  # each rank has copies of y of its own
+                content[OWN]["state"] = content["solver"]["state"]
         return content
 
     def restore(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -261,8 +263,8 @@ class Resumable(ABC):
         x, y = self.state.x, self.state.solution
         found: dict[str, float | None] = {}
         levels = (
-            ("upper", self.problem.f, self.draw.upper),
-            ("lower", self.problem.g, self.draw.lower),
+            ("upper", self.evaluator.problem.f, self.draw.upper),
+            ("lower", self.evaluator.problem.g, self.draw.lower),
         )
         for name, objective, stream in levels:
             found[name] = None
@@ -288,6 +290,8 @@ def _described(problem: Problem, method: Method[Any]) -> dict[str, Any]:
         name: settings.described(getattr(problem, name))
         for name in ("upper", "lower", "x_set", "y_set")
     }
+    if problem.y_prox is not None:
+        parts["y_prox"] = settings.described(problem.y_prox)
     return {
         "problem": {"kind": type(problem).__qualname__, **parts},
         "method": settings.of_method(method),

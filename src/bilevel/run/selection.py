@@ -8,6 +8,7 @@ import numpy as np
 
 from bilevel.errors import StateError
 from bilevel.methods import Info
+from bilevel.run.monitor import Monitor
 from bilevel.run.solver import Solver
 from bilevel.variables import Form
 from bilevel.variables.forms import maybe, real, record, whole
@@ -23,8 +24,9 @@ class Last:
 
     accepts_unsettled = True
 
-    def __init__(self, solver: Solver, seed: int) -> None:
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
         self.solver = solver
+        self.monitor = monitor
 
     def before(self, recorded: bool) -> None:
         """Called before each step: x is x_k."""
@@ -60,8 +62,8 @@ class Kept(Last):
 
     accepts_unsettled = False
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._x = solver.state.x.clone()
         self._y = solver.state.solution.clone()
         self._candidate = solver.state.x.clone()
@@ -96,8 +98,8 @@ class Random(Kept):
     Step k takes the place of the one chosen before with probability 1/(k + 1).
     """
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._generator = np.random.default_rng([seed, 1])
         self._chosen = False
 
@@ -122,10 +124,10 @@ class Random(Kept):
 
 
 class Best(Kept):
-    """The recorded iterate with the lowest f at its lower solution."""
+    """The recorded iterate with the best number at its lower solution, by default the lowest f."""
 
-    def __init__(self, solver: Solver, seed: int) -> None:
-        super().__init__(solver, seed)
+    def __init__(self, solver: Solver, seed: int, monitor: Monitor) -> None:
+        super().__init__(solver, seed, monitor)
         self._lowest = float("inf")
 
     def before(self, recorded: bool) -> None:
@@ -133,8 +135,9 @@ class Best(Kept):
             self._candidate.assign(self.solver.state.x)
 
     def after(self, info: Info) -> None:
-        if info.upper is not None and float(info.upper) < self._lowest:
-            self._lowest = float(info.upper)
+        value = float("inf") if info.upper is None else self.monitor.value(info)
+        if value < self._lowest:
+            self._lowest = value
             self._keep(info.step)
 
     def state_dict(self) -> dict[str, Any]:

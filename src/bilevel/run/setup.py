@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,17 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilevel.engine import Execution
+from bilevel.engine import Execution, refuse
 from bilevel.engine.ranks import GroupChoice, Ranks, ranks_of_one_process, refuse_on_ranks
 from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count, checked_device
-from bilevel.methods import Method, method_of
+from bilevel.methods import Ability, DescentMethod, Method, method_of
 from bilevel.problem import Problem, check_means, check_objectives
+from bilevel.problem.prox import refuse_both
 from bilevel.run.checkpoint import settings
 from bilevel.sampling import (
     CombinedData,
     DirectionSize,
     Draw,
+    Episodes,
+    EpisodicDraw,
     NoData,
     PrivateRandomness,
     stream_of,
@@ -30,6 +34,9 @@ from bilevel.variables import Averaging, Variable, local_part
 
 LEVELS = ("upper_data", "lower_data")
 SIZES = ("batch_size", "direction_batch_size", "chunk_size")
+
+EPISODIC_LR = 1e-3
+"""The learning rate of Adam for x in episodes, where none is given."""
 
 Redraw = Callable[[tuple[int, ...]], tuple[Draw, PrivateRandomness]]
 """From a spawn key to the run's samples and randomness; other keys give independent ones."""
@@ -44,8 +51,11 @@ class Sampling:
     batch_size: int | None = None
     direction_batch_size: DirectionSize = None
     chunk_size: int | None = None
+    data: Episodes | None = None
 
     def __post_init__(self) -> None:
+        if self.data is not None:
+            self._check_episodes(self.data)
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size)
         if self.direction_batch_size is not None and self.direction_batch_size != "all":
@@ -55,16 +65,38 @@ class Sampling:
             if size is not None and self.upper_data is None and self.lower_data is None:
                 raise ArgumentError(f"{name}={size!r} needs upper_data or lower_data")
 
-    def beside(self, method: Method[Any]) -> Sampling:
-        """With as many samples behind an x direction as the method chooses if nobody else does."""
-        if self.direction_batch_size is not None or self.batch_size is None:
-            return self
-        lengths = [length for length in self.lengths().values() if length is not None]
-        whole = min(lengths, default=0) // self.batch_size
-        batches = min(method.direction_batches, whole)
-        if batches <= 1:
-            return self
-        return replace(self, direction_batch_size=batches * self.batch_size)
+    def _check_episodes(self, data: Any) -> None:
+        """Refuse what is no :class:`Episodes`, and what they take the place of."""
+        if not isinstance(data, Episodes):
+            raise ArgumentTypeError(
+                f"data must be bilevel.Episodes(...), not {data!r}; what the batches of f and of g "
+                f"are drawn from separately goes to upper_data and lower_data"
+            )
+        for name in (*LEVELS, *SIZES):
+            if getattr(self, name) is not None:
+                raise ArgumentError(
+                    f"{name}={reprlib.repr(getattr(self, name))} cannot be used with "
+                    f"data=Episodes(...), whose source decides what each task's batches hold"
+                )
+
+    def _episodes(
+        self,
+        data: Episodes,
+        seed: int,
+        place: torch.device | None,
+        home: torch.device,
+        several: bool,
+    ) -> EpisodicDraw:
+        source = stream_of(
+            "source",
+            data.source,
+            batch_size=None,
+            direction_batch_size=None,
+            seed=seed,
+            device=place,
+            home=home,
+        )
+        return EpisodicDraw(source, data, stacked=several or data.tasks > 1)
 
     def draw(
         self,
@@ -72,6 +104,8 @@ class Sampling:
         place: torch.device | None,
         home: torch.device,
         key: tuple[int, ...] = (),
+        *,
+        several: bool = False,
     ) -> tuple[Draw, PrivateRandomness]:
         """The samples of the run with that seed, and the randomness of its objectives.
 
@@ -80,9 +114,13 @@ class Sampling:
             place: the device to which batches go; None: they stay where they are.
             home: the device of x.
             key: another key gives independent samples of the same seed.
+            several: whether several ranks solve the problem together.
         """
         sequence = np.random.SeedSequence(seed, spawn_key=key)
         seeds = [int(s) for s in sequence.generate_state(3, np.uint64)]
+        if self.data is not None:
+            episodes = self._episodes(self.data, seeds[0] >> 1, place, home, several)
+            return episodes, PrivateRandomness(seeds[2] >> 1, home)
         upper, lower = (
             stream_of(
                 name,
@@ -118,14 +156,20 @@ class Sampling:
     def described(self, *, length: bool = True) -> dict[str, Any]:
         """The data and the sizes as checkpoints describe them; without ``length``, of any size."""
         data = {name: settings.of_data(getattr(self, name), length=length) for name in LEVELS}
+        if self.data is not None:
+            source = settings.of_data(self.data.source, length=length)
+            start = settings.described(self.data.start)
+            data["data"] = {"source": source, "tasks": int(self.data.tasks), "start": start}
         return data | {name: settings.described(getattr(self, name)) for name in SIZES}
 
-    def check(self, problem: Problem, x: Variable, y: Variable, *batches: Any) -> tuple[str, ...]:
+    def check(
+        self, problem: Problem, x: Variable, y: Variable, *batches: Any, use_x: bool = True
+    ) -> tuple[str, ...]:
         """Evaluate the objectives at the start, as :mod:`bilevel.problem.checking` describes.
 
         Returned are the names of the metrics that they return beside the losses.
         """
-        metrics = check_objectives(problem, x, y, *batches)
+        metrics = check_objectives(problem, x, y, *batches, use_x=use_x)
         if self._in_unequal_parts:
             check_means(problem, x, y, *batches)
         return metrics
@@ -142,7 +186,8 @@ class Sampling:
     @property
     def one_pass(self) -> bool:
         """Whether some of the data is an iterator, which nobody can go through again."""
-        return any(_is_one_pass(getattr(self, name)) for name in LEVELS)
+        source = None if self.data is None else self.data.source
+        return any(map(_is_one_pass, (self.upper_data, self.lower_data, source)))
 
     def lengths(self) -> dict[str, int | None]:
         """How many samples each level has, where that is known."""
@@ -227,10 +272,17 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     ranks = ranks or ranks_of_one_process(given.process_group, x, y)
     if ranks is not None:
         refuse_on_ranks(ranks, given.problem, method, x, y)
-    redraw = partial(sampling.beside(method).draw, given.seed, place, x.device)
+    several = ranks is not None and ranks.size > 1
+    redraw = partial(sampling.draw, given.seed, place, x.device, several=several)
     draw, randomness = redraw(() if ranks is None else ranks.key)
     larger = sampling.direction_batch_size is not None
     execution.check(method, larger_direction=larger, chunked=draw.chunked)
+    if given.problem.y_prox is not None:
+        check_proximal(given.problem, method, y)
+    if isinstance(draw, EpisodicDraw):
+        method = for_episodes(method)
+    if draw.tasks > 1:
+        refuse(method, Ability.TASKS, f"Episodes(tasks={draw.tasks})", "or give tasks=1")
     method.check(given.problem, draw, x)
     description = {
         "seed": int(given.seed),
@@ -242,6 +294,28 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
         "y": settings.of_variable(y),
     }
     return Prepared(ranks, method, x, y, sampling, execution, redraw, draw, randomness, description)
+
+
+def check_proximal(problem: Problem, method: Method[Any], y: Variable) -> None:
+    """Refuse what does not go with a non-smooth term."""
+    refuse(method, Ability.PROXIMAL, f"y_prox={problem.y_prox!r}")
+    optimizer = getattr(method, "lower_optimizer", None)
+    if optimizer is not None:
+        raise ArgumentError(
+            f"lower_optimizer={optimizer!r} cannot be used with y_prox={problem.y_prox!r}: the "
+            f"proximal map is that of a plain step; give lower_lr"
+        )
+    refuse_both(y, problem.y_projections(y), problem.y_terms(y))
+
+
+def for_episodes(method: Method[Any]) -> Method[Any]:
+    """The method, with an optimizer where it would find and test the steps of x.
+
+    What a step has gained can only be seen on the tasks before it, and these are gone.
+    """
+    if isinstance(method, DescentMethod) and method.rates.upper is None:
+        return replace(method, upper_optimizer=partial(torch.optim.Adam, lr=EPISODIC_LR))
+    return method
 
 
 def agree_on_ranks(ranks: Ranks, made: Prepared, all_settings: dict[str, Any]) -> None:

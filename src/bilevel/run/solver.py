@@ -11,14 +11,17 @@ import torch
 
 from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_steps
 from bilevel.engine.ranks import GroupChoice, ranks_of
-from bilevel.errors import DataExhaustedError, NonFiniteError, RunError
+from bilevel.engine.restart import Restart
+from bilevel.engine.stacked import TaskProblem, TaskVariable
+from bilevel.errors import ArgumentError, DataExhaustedError, NonFiniteError, RunError
 from bilevel.methods import Info, Method, State
-from bilevel.problem import Problem
+from bilevel.problem import Problem, ProximalProblem
 from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
-from bilevel.sampling import DirectionSize
+from bilevel.sampling import DirectionSize, Episodes, EpisodicDraw
+from bilevel.stepping import GivenSizes, StepSizePolicy
 from bilevel.variables import Variable, local_part
 
 
@@ -41,11 +44,12 @@ class Solver(Resumable):
             generator of its own, and nothing pairs a batch of f with one of g. Both advance with
             every evaluation that needs them, so in each inner step, and for the x direction once
             more; how often each does depends on the method. Data in which f and g belong together,
-            such as the tasks of few-shot learning, must not be given as two functions or lists.
+            such as the tasks of few-shot learning, is given as ``data``.
+        data: :class:`bilevel.Episodes`, in which the batches of f and of g come in pairs, one for
+            each task; in place of upper_data and lower_data.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
-        direction_batch_size: how many samples are behind the x direction. None: one minibatch, or
-            with upper_lr="auto" as many as there are inner steps. "all": one pass over all data, in
-            order.
+        direction_batch_size: how many samples are behind the x direction. None: one minibatch.
+            "all": one pass over all data, in order.
         compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
             PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
             and every later one a fraction of its time; the iterates differ only by rounding, and a
@@ -93,6 +97,7 @@ class Solver(Resumable):
         method: str | Method[Any] = "f2sa",
         upper_data: Any = None,
         lower_data: Any = None,
+        data: Episodes | None = None,
         batch_size: int | None = None,
         direction_batch_size: DirectionSize = None,
         seed: int = 0,
@@ -104,7 +109,7 @@ class Solver(Resumable):
         process_group: GroupChoice = "default",
     ) -> None:
         sampling = partial(
-            Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size
+            Sampling, upper_data, lower_data, batch_size, direction_batch_size, chunk_size, data
         )
         execution = partial(Execution, compile, accumulate, loss_scale, chunk_size)
         given = Arguments(problem, x0, y0, method, sampling, execution, seed, device, process_group)
@@ -135,8 +140,19 @@ class Solver(Resumable):
     def _begin(self, sampling: Sampling, x: Variable, y: Variable) -> State:
         """Check the objectives at the starting point; the method's state there."""
         with self._randomness:
-            self.evaluator.metric_names = sampling.check(self.problem, x, y, *self.draw.peek())
-            state: State = self.method.init(self.problem, x, y)
+            draw = self.draw
+            use_x = not self.method.acts_on_y(draw)
+            self.evaluator.metric_names = sampling.check(
+                self.problem, x, y, *draw.peek(), use_x=use_x
+            )
+            if self.problem.y_prox is not None:
+                self.evaluator.problem = ProximalProblem(self.problem, x)
+            if isinstance(draw, EpisodicDraw):
+                if draw.stacked:
+                    y = TaskVariable.stack(y, draw.tasks)
+                    self.evaluator.problem = TaskProblem(self.evaluator.problem)
+                self.evaluator.restart = Restart(y.clone(), draw.episodes)
+            state: State = self.method.init(self.evaluator.problem, x, y)
             return state
 
     @property
@@ -146,20 +162,65 @@ class Solver(Resumable):
 
     @property
     def x(self) -> Any:
-        """A copy of the upper variable, in the structure of x0."""
+        """A copy of the upper variable, in the structure of x0.
+
+        It can be set, to a value in that structure: the run goes on from there, in its set, with a
+        fresh optimizer, with what was estimated along the way forgotten, and y as it is.
+        """
         self.settle()
         with self._reaching():
             return self.state.x.detached()
+
+    @x.setter
+    def x(self, value: Any) -> None:
+        state = self.state
+        self.settle()
+        state.x_update.restart(self._placed(state.x, value))
+        state.reset_estimators()
+        if type(state.policy) is not GivenSizes:  # what it has found belongs to the old x
+            state.policy = self._new_policy()
 
     @property
     def y(self) -> Any:
         """A copy of the lower variable that solves the lower level, in the structure of y0.
 
         The last step fitted it at the x from which that step started, see :meth:`lower_solution`.
+        To set it puts every copy of y there, with fresh optimizers; of several tasks, all of them.
         """
         self.settle()
         with self._reaching():
             return self.state.solution.detached()
+
+    @y.setter
+    def y(self, value: Any) -> None:
+        self.settle()
+        self.state.restart(self._placed(self.state.solution, value))
+
+    def _placed(self, variable: Variable, value: Any) -> Variable:
+        """A copy of the variable at ``value``, which is in its structure."""
+        placed = variable.clone()
+        tensors = placed.tensors_like(value, variable.name)
+        for name, tensor in zip(variable.names, tensors, strict=True):
+            if not bool(torch.isfinite(local_part(tensor)).all()):
+                raise ArgumentError(f"{name} is set to a number that is not finite")
+        with torch.no_grad(), self._reaching():
+            for leaf, tensor in zip(placed.leaves, tensors, strict=True):
+                leaf.copy_(tensor)
+            modules = [node for node in (value,) if isinstance(node, torch.nn.Module)]
+            theirs = [buffer for module in modules for buffer in module.buffers()]
+            for mine, buffer in zip(placed.buffers, theirs, strict=False):
+                mine.copy_(buffer)
+            if self.ranks is not None:
+                self.ranks.broadcast(placed)
+        return placed
+
+    def _new_policy(self) -> StepSizePolicy:
+        """Where step sizes come from at the start of a run."""
+        state = self.state
+        fresh: State = self.method.init(
+            self.evaluator.problem, state.x.clone(), state.solution.clone()
+        )
+        return fresh.policy
 
     def step(self, *, measure: bool = True) -> Info:
         """One outer step; what it reports.

@@ -2,6 +2,7 @@
 
 from bilevel.sampling.combined import CombinedData
 from bilevel.sampling.draw import Draw, Nodes, Sample
+from bilevel.sampling.episodes import Episodes, EpisodicDraw, TaskBatches
 from bilevel.sampling.indexed import Indexed, StackedIndices, TensorRows
 from bilevel.sampling.iterated import Iterated
 from bilevel.sampling.make import stream_of
@@ -13,6 +14,8 @@ __all__ = [
     "CombinedData",
     "DirectionSize",
     "Draw",
+    "Episodes",
+    "EpisodicDraw",
     "Indexed",
     "Iterated",
     "NoData",
@@ -22,6 +25,7 @@ __all__ = [
     "Sample",
     "StackedIndices",
     "Stream",
+    "TaskBatches",
     "TensorRows",
     "chunk_slices",
     "count_rows",

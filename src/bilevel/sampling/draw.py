@@ -10,7 +10,7 @@ so that the noise of lam * (g(x, y) - g(x, z)) cancels instead of growing with l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -50,7 +50,13 @@ class Draw:
         direction_batch_size: how many samples are behind an x direction; None: one batch.
         chunk_size: the largest part in which those are evaluated.
         chunked: whether minibatches too may be larger than that and are split.
+
+    Attributes:
+        tasks: how many lower levels an outer step has, each with samples and a copy of y of its
+            own; more than one only in episodes.
     """
+
+    tasks = 1
 
     def __init__(
         self,
@@ -65,6 +71,14 @@ class Draw:
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
         self.chunked = chunked
+
+    def begin(self) -> None:
+        """Called before each outer step; episodes draw their tasks."""
+
+    @property
+    def start(self) -> Callable[[Any], Any] | None:
+        """From x to where y starts in each outer step; None: it is no function of x."""
+        return None
 
     @property
     def sweeps(self) -> bool:

@@ -2,6 +2,7 @@
 
 from bilevel.stepping import schedules
 from bilevel.stepping.curvature import slope_of, steepest_curvature
+from bilevel.stepping.differentiable import Carried, InnerRule
 from bilevel.stepping.forms import policy_form
 from bilevel.stepping.found import FoundSizes
 from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
@@ -28,10 +29,12 @@ from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
+    "Carried",
     "Constant",
     "FoundRate",
     "FoundSizes",
     "GivenSizes",
+    "InnerRule",
     "Nesterov",
     "NesterovUpdate",
     "NoUpdate",

@@ -83,6 +83,11 @@ class NesterovUpdate(Update):
             self.project()  # the point of evaluation stays in the set as well
         self._before = stepped
 
+    def restart(self, start: Variable) -> None:
+        super().restart(start)
+        self._before = _copies(self._variable.leaves)
+        self._count, self._travel = 0, 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """The last x, and how far it has come since the last restart."""
         return {

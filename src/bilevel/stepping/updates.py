@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
-from bilevel.problem import Number, Projection, RowNumbers, RowWise
+from bilevel.problem import Number, Projection, ProximalMap, RowNumbers, RowWise
 from bilevel.stepping.optimizer_forms import optimizer_form
 from bilevel.stepping.optimizers import (
     build,
@@ -84,6 +85,13 @@ class Update:
         """The user's, if there is one."""
         return self._optimizer
 
+    def restart(self, start: Variable) -> None:
+        """Go to where a new variable starts, and forget what an optimizer knows of the old one."""
+        self._variable.assign(start)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        self.project()
+
     def slow_down(self) -> None:
         """Halve the learning rates of the optimizer; other steps are the policy's to halve."""
         for group in [] if self._optimizer is None else self._optimizer.param_groups:
@@ -108,6 +116,8 @@ class Update:
         Others would still decay weights and follow their momentum, and a scheduler would count a
         step that was not taken.
         """
+        if any(isinstance(project, ProximalMap) for *_, project in self._projections):
+            return False
         if self._optimizer is None:
             return True
         return skips_without_sync(self._optimizer) and self._scheduler is None
@@ -139,7 +149,7 @@ class Update:
         self._variable.clear_grads()
         self._variable.reshard()
         if self._projections:
-            self.project(grads)
+            self.project(grads, rate)
 
     def _step(self, grads: Sequence[Tensor], rate: Number) -> None:
         """Add ``rate`` times the gradients; a sparse gradient moves only the rows it touches."""
@@ -160,9 +170,16 @@ class Update:
             torch._foreach_add_(leaves, steps, alpha=rate)
 
     @torch.no_grad()
-    def project(self, moved: Sequence[Tensor] | None = None) -> None:
-        """Move back into the set; after a step along the gradients ``moved``, what it touched."""
+    def project(self, moved: Sequence[Tensor] | None = None, rate: Number = 0.0) -> None:
+        """Move back into the set; after a step along the gradients ``moved``, what it touched.
+
+        A step of that ``rate`` may be followed by a proximal map in the place of a projection.
+        """
         for index, leaf, project in self._projections:
+            if isinstance(project, ProximalMap):
+                if moved is not None:
+                    leaf.copy_(self._inside(partial(project.after, float(rate)), leaf))
+                continue
             if not self._variable.row_sparse[index]:
                 leaf.copy_(self._inside(project, leaf))
                 continue

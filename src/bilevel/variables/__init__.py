@@ -1,5 +1,6 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
+from bilevel.variables.anderson import Fixed, Found, ProximalStep, fixed_point_of
 from bilevel.variables.contexts import buffers_copied, buffers_kept, frozen, substituted
 from bilevel.variables.forms import Form, form_of
 from bilevel.variables.gradients import (
@@ -35,8 +36,11 @@ from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_li
 
 __all__ = [
     "Averaging",
+    "Fixed",
     "Form",
+    "Found",
     "GradientSum",
+    "ProximalStep",
     "Stateful",
     "Table",
     "Variable",
@@ -49,6 +53,7 @@ __all__ = [
     "differentiate",
     "empty_row_sharded",
     "first_not_finite",
+    "fixed_point_of",
     "flatten",
     "form_of",
     "frozen",

@@ -74,7 +74,7 @@ def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]
     Unlike the parameters of a module, these may depend on other tensors.
     """
     by_leaf = dict(zip(map(id, variable.leaves), tensors, strict=True))
-    value = variable.value
+    value, leaves = variable.value, variable.leaves
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, leaf)
         for module in variable.modules
@@ -88,8 +88,9 @@ def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]
         variable.value = map_tree(
             value, lambda node: node if isinstance(node, nn.Module) else by_leaf[id(node)]
         )
+        variable.leaves = list(tensors)
         yield
     finally:
         for parameters, name, leaf in places:
             parameters[name] = leaf
-        variable.value = value
+        variable.value, variable.leaves = value, leaves

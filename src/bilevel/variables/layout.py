@@ -26,6 +26,7 @@ class Averaging(Enum):
     BY_DDP = ("DistributedDataParallel", False)
     BY_FSDP = ("fully_shard", True)
     NONE = ("the rows are of this rank alone", True)
+    OWN = ("every rank has one of its own", False)
 
     def __init__(self, who: str, sharded: bool) -> None:
         self.who = who

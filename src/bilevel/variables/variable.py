@@ -37,6 +37,7 @@ from bilevel.variables.leaves import (
     sparse_parameters,
     warn_of_ties,
 )
+from bilevel.variables.matching import match_leaves
 from bilevel.variables.shards import local_part, overwrite
 from bilevel.variables.sparse import empty_sparse_gradient, stored_values, sum_gradients
 from bilevel.variables.table import Table
@@ -265,6 +266,27 @@ class Variable:
     def reshard(self) -> None:
         """Make ``fully_shard`` drop the whole tensors it keeps, which no longer fit the leaves."""
         self._layout.reshard()
+
+    def tensors_like(self, given: Any, argument: str) -> list[Tensor]:
+        """For each leaf its tensor in ``given``, a value in the structure of this one.
+
+        It may require a gradient; ``argument`` is what messages call it.
+        """
+        found = self.match(argument, given, lambda part: isinstance(part, Tensor), "a tensor")
+        for path, leaf, part in zip(self.names, self.leaves, found, strict=True):
+            if part is None or part.shape != leaf.shape:
+                shown = "nothing" if part is None else f"a tensor of shape {tuple(part.shape)}"
+                raise ArgumentError(
+                    f"{argument} must be in the structure of {self.name}, but holds {shown} for "
+                    f"{path} of the shape {tuple(leaf.shape)}"
+                )
+        return found
+
+    def match(
+        self, argument: str, given: Any, fits: Callable[[Any], bool], wanted: str
+    ) -> list[Any]:
+        """For each leaf what ``given`` has for it, see :func:`match_leaves`."""
+        return match_leaves(self.value, self.leaves, argument, given, fits, wanted)
 
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """``tensors``, one per leaf, in the structure of the value.

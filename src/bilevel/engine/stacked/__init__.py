@@ -10,11 +10,14 @@ from bilevel.engine.stacked.evaluator import StackedEvaluator
 from bilevel.engine.stacked.stack import Runs, StackedVariable
 from bilevel.engine.stacked.state import stacked_state
 from bilevel.engine.stacked.streams import UnbatchableError, stacked_stream
+from bilevel.engine.stacked.tasks import TaskProblem, TaskVariable
 
 __all__ = [
     "Runs",
     "StackedEvaluator",
     "StackedVariable",
+    "TaskProblem",
+    "TaskVariable",
     "UnbatchableError",
     "stacked_state",
     "stacked_stream",

@@ -104,15 +104,22 @@ class StackedVariable(Variable):
 
     Attributes:
         template: the same point of one run, in whose structure the objectives receive each.
-        runs: which of them go on.
+        runs: which of them go on; None: what is stacked are not runs.
     """
 
+    runs: Runs
+
     def __init__(
-        self, template: Variable, leaves: Sequence[Tensor], runs: Runs, name: str | None = None
+        self,
+        template: Variable,
+        leaves: Sequence[Tensor],
+        runs: Runs | None,
+        name: str | None = None,
     ) -> None:
         super().__init__(list(leaves), template.name if name is None else name)
         self.template = template
-        self.runs = runs
+        if runs is not None:
+            self.runs = runs
         self.names = [self.name + path.removeprefix(template.name) for path in template.names]
         self.gradient_names = [f"the gradient of {path}" for path in self.names]
         self.requires_grad_(True)

@@ -73,7 +73,7 @@ def of_method(method: Method[Any]) -> dict[str, Any]:
         value = getattr(method, name)
         found[name] = described(value)
         rate = callable(value) and not is_dataclass(value) and not name.endswith("_optimizer")
-        if rate:
+        if rate and name not in method.functions_of_x:
             found[f"{name}(0)"] = described(float(value(0)))
     return found
 

@@ -88,7 +88,7 @@ class Probe:
     """
 
     def __init__(self, solver: Solver) -> None:
-        problem, state, draw = solver.problem, solver.state, solver.draw
+        problem, state, draw = solver.evaluator.problem, solver.state, solver.draw
         self._solver = solver
         self._y = state.solution
         self._g = slope_of(problem.g, state.x, [draw.lower.peek()])

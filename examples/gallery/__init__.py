@@ -1,0 +1,1 @@
+"""One file per problem; each has ``solve``, which returns what it reached and its baseline."""

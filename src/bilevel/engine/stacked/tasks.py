@@ -1,0 +1,169 @@
+"""Several tasks of one step as one problem, whose lower variable stacks a copy for each.
+
+Objectives are the sums over the tasks, so that every copy moves as if it were alone; the evaluator
+divides the direction of x and what is reported by their number. One call of ``torch.vmap``
+evaluates all of them (its rule for convolutions is one grouped convolution); what it cannot
+evaluate is taken task by task.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.stacked.stack import StackedVariable, each
+from bilevel.engine.stacked.streams import UnbatchableError
+from bilevel.errors import ArgumentError
+from bilevel.problem import Metrics, Problem, Projection, ProximalMap
+from bilevel.sampling import TaskBatches
+from bilevel.variables import Averaging, Variable, buffers_copied, substituted
+
+
+class TaskVariable(StackedVariable):
+    """A copy of y for each task of a step.
+
+    Every copy of this variable has a template of its own, in whose structure the objectives receive
+    each task, and whose buffers are those of all tasks.
+    """
+
+    def __init__(self, template: Variable, leaves: list[Tensor], name: str | None = None) -> None:
+        super().__init__(template, leaves, None, name)
+        self.modules = template.modules
+        self.averaging = [Averaging.OWN] * len(leaves)
+
+    @classmethod
+    def stack(cls, y: Variable, tasks: int) -> TaskVariable:
+        """``y`` for each of the tasks."""
+        for name, by_rows in zip(y.names, y.row_sparse, strict=True):
+            if by_rows:
+                raise ArgumentError(
+                    f"{name} is a table, of which a step moves some rows, and cannot be stacked "
+                    f"for several tasks; give Episodes(tasks=1) in one process"
+                )
+        if y.wrappers or any(kind.sharded for kind in y.averaging):
+            raise ArgumentError(
+                f"{y.name} is wrapped for several ranks, but in episodes each rank has tasks and "
+                f"copies of {y.name} of its own; give it without DistributedDataParallel and "
+                f"fully_shard"
+            )
+        return cls(y, [leaf.detach().expand(tasks, *leaf.shape).clone() for leaf in y.leaves])
+
+    def clone(self, name: str | None = None) -> TaskVariable:
+        name = self.name if name is None else name
+        leaves = [leaf.detach().clone() for leaf in self.leaves]
+        return TaskVariable(self.template.clone(name), leaves, name)
+
+    def detached(self) -> Any:
+        values = [self.of_run(task) for task in range(len(self.leaves[0]))]
+        return values if len(values) > 1 else values[0]
+
+    def tensors_like(self, given: Any, argument: str) -> list[Tensor]:
+        tensors = self.template.tensors_like(given, argument)
+        return [t.expand_as(leaf) for t, leaf in zip(tensors, self.leaves, strict=True)]
+
+
+class TaskProblem(Problem):
+    """The sums of the objectives of one problem over the tasks of a step."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.upper, problem.lower, problem.x_set, problem.y_set)
+        self._problem = problem
+        self._one_by_one = False
+
+    def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
+        return self._sum(self._problem.f, x, y, batch, metrics)
+
+    def g(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
+        return self._sum(self._problem.g, x, y, batch, metrics)
+
+    def y_projections(self, y: Variable) -> list[Projection | None]:
+        assert isinstance(y, TaskVariable)
+        of_one = self._problem.y_projections(y.template)
+        return [None if project is None else _for_each(project) for project in of_one]
+
+    def _sum(
+        self,
+        objective: Callable[..., Tensor],
+        x: Variable,
+        y: Variable,
+        batch: TaskBatches,
+        metrics: Metrics | None,
+    ) -> Tensor:
+        assert isinstance(y, TaskVariable)
+        if not self._one_by_one and batch.stacked is not None:
+            try:
+                return _at_once(objective, x, y, batch, metrics)
+            except UnbatchableError as error:
+                self._one_by_one = True
+                logging.getLogger("bilevel").info(
+                    "the tasks of an episode are taken one after another: %s", error
+                )
+        return _one_by_one(objective, x, y, batch, metrics)
+
+
+def _for_each(project: Projection) -> Projection:
+    if isinstance(project, ProximalMap):
+        return replace(project, each=True)
+
+    def of_all(tensor: Tensor) -> Tensor:
+        return torch.stack([project(part) for part in tensor])
+
+    return of_all
+
+
+def _at_once(
+    objective: Callable[..., Tensor],
+    x: Variable,
+    y: TaskVariable,
+    batch: TaskBatches,
+    metrics: Metrics | None,
+) -> Tensor:
+    """The sum over all tasks by one call of vmap."""
+    template, stacked = y.template, batch.stacked
+    told: list[str] = []
+    assert stacked is not None
+    count = len(y.leaves)
+
+    def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
+        own: Metrics = {}
+        with substituted(template, tensors[:count]):
+            value = objective(x, template, batch.with_tensors(iter(tensors[count:])), own)
+        told[:] = list(own)
+        return value, *(torch.as_tensor(metric).to(value) for metric in own.values())
+
+    before = [(id(buffer), buffer._version) for buffer in (*x.buffers, *template.buffers)]
+    value, *numbers = each(lambda: "an objective", of_one)(*y.value, *stacked)
+    if before != [(id(b), b._version) for b in (*x.buffers, *template.buffers)]:
+        raise UnbatchableError("the objectives change the buffers of a module")
+    if metrics is not None:
+        metrics.update(zip(told, [number.detach().sum() for number in numbers], strict=True))
+    total: Tensor = value.sum()
+    return total
+
+
+def _one_by_one(
+    objective: Callable[..., Tensor],
+    x: Variable,
+    y: TaskVariable,
+    batch: TaskBatches,
+    metrics: Metrics | None,
+) -> Tensor:
+    """The same sum, task by task; the buffers of modules go from one task to the next."""
+    total: Tensor | None = None
+    for tensors, own_batch in zip(
+        zip(*(leaf.unbind() for leaf in y.value), strict=True), batch.batches, strict=True
+    ):
+        own: Metrics = {}
+        with substituted(y.template, tensors), buffers_copied(x, y.template):
+            value = objective(x, y.template, own_batch, own)
+        total = value if total is None else total + value
+        if metrics is not None:
+            for name, metric in own.items():
+                metrics[name] = metrics.get(name, 0.0) + metric
+    assert total is not None
+    return total

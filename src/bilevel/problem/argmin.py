@@ -1,0 +1,339 @@
+"""Differentiable layers: the minimum of a function, and the fixed point of a map.
+
+The backward pass of :func:`argmin` needs no second derivative. With a cotangent c it solves two
+more problems, warm-started, whose objective is tilted by c,
+
+    y+- = argmin_y g(x, y) +- nu <c, y>,    dx = ( grad_x g(x, y+) - grad_x g(x, y-) ) / (2 nu),
+
+whose error is O(nu^2): by Danskin's theorem the two gradients are those of the minimal values, and
+the derivative of the minimal value in nu is <c, y*(x)>.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bilevel.errors import (
+    ArgumentTypeError,
+    NotConvergedWarning,
+    ObjectiveError,
+    warn,
+)
+from bilevel.errors.checks import check_count, checked_number
+from bilevel.problem.prox import Term, refuse_both, terms_of
+from bilevel.problem.sets import projections
+from bilevel.variables import (
+    Fixed,
+    Found,
+    ProximalStep,
+    Variable,
+    fixed_point_of,
+    flatten,
+    substituted,
+    unflatten_like,
+)
+
+Objective = Callable[[Any, Any], Any]
+"""``g(x, y) -> scalar tensor``, or ``phi(x, y) -> y``."""
+
+
+def argmin(
+    g: Objective,
+    x: Any,
+    y0: Any,
+    *,
+    y_set: Any = None,
+    y_prox: Any = None,
+    nu: float | None = None,
+    tolerance: float = 0.0,
+    steps: int = 1000,
+) -> Any:
+    """y*(x) = argmin_y g(x, y) as a differentiable function of x, by gradients of g alone.
+
+    The minimum is found by proximal gradient steps with Anderson acceleration, whose length follows
+    from the curvature that they meet. Backward, with the cotangent c, two more minima are found,
+
+        y+- = argmin_y g(x, y) +- nu <c, y>,   dx = ( grad_x g(x, y+) - grad_x g(x, y-) ) / (2 nu),
+
+    with an error of O(nu^2). g is differentiated once only, so that it may be made of operations
+    whose backward pass has no backward pass; and it may itself hold an ``argmin``, for three levels
+    and more. The result cannot be differentiated twice.
+
+    Args:
+        g: called as ``g(x, y)``; a scalar, strongly convex in y, the same at every call. What
+            it uses beside x and y is a constant.
+        x: a tensor, nested dicts, lists and tuples of tensors, or modules, in all of which y* is
+            differentiated.
+        y0: where to start, and the structure of y. y* does not depend on it, and starting near y*
+            saves steps.
+        y_set: a convex set to which y is confined, as in :class:`bilevel.Problem`; it may not
+            depend on x.
+        y_prox: a non-smooth term that is added to g, see :mod:`bilevel.prox`.
+        nu: the difference, in units of ||y*|| L / ||c||, where L is the curvature of g. None: the
+            cube root of the machine precision, where the error of the difference meets rounding.
+        tolerance: of the steps of y, relative to y; 0: down to rounding.
+        steps: the most gradients of g for each of the three minima.
+
+    Returns:
+        y*, in the structure of y0; of a module, a dict of its parameters. A
+        :class:`bilevel.errors.NotConvergedWarning` tells of a minimum that was not found.
+
+    Example:
+        >>> import torch, bilevel
+        >>> A = torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64))
+        >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        >>> y = bilevel.argmin(lambda x, y: 0.5 * y @ A @ y - x @ y, x, torch.zeros_like(x))
+        >>> y.sum().backward()  # y* is the solution of A y = x
+        >>> [round(v, 6) for v in (*y.tolist(), *x.grad.tolist())]
+        [1.0, 0.5, 1.0, 0.25]
+
+    Reference:
+        Kwon, Kwon, Wright, Nowak 2023 for the difference; the tilted problems: Zhao and others,
+        "FFOLayer", arXiv 2512.02494.
+    """
+    if nu is not None:
+        checked_number("nu", nu, above=True)
+    made = _layer(_Minimum, "g", g, x, y0, tolerance, steps)
+    made.projections = projections(made.y, "y_set", y_set)
+    made.terms = terms_of(made.y, y_prox)
+    refuse_both(made.y, made.projections, made.terms)
+    made.nu = nu
+    return made.result()
+
+
+def fixed_point(
+    phi: Objective, x: Any, y0: Any, *, tolerance: float = 0.0, steps: int = 1000
+) -> Any:
+    """The y*(x) with y* = phi(x, y*) as a differentiable function of x.
+
+    It is found by Anderson acceleration. Backward, with the cotangent c, so is u = c + phi_y' u,
+    and the result is phi_x' u; phi is differentiated once only.
+
+    Args:
+        phi: called as ``phi(x, y)``; returns another y, in the same structure, and is a contraction
+            in y. What it uses beside x and y is a constant.
+        x, y0, tolerance, steps: as in :func:`argmin`.
+
+    Returns:
+        y*, in the structure of y0.
+
+    Example:
+        >>> import torch, bilevel
+        >>> x = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        >>> y = bilevel.fixed_point(lambda x, y: x * y.cos(), x, torch.zeros_like(x))
+        >>> y.backward()
+        >>> exact = y.cos() / (1 + x * y.sin())  # by the implicit function theorem
+        >>> bool((x.grad - exact).abs() < 1e-12)
+        True
+    """
+    return _layer(_FixedPoint, "phi", phi, x, y0, tolerance, steps).result()
+
+
+def _layer(
+    kind: type[Any], name: str, function: Objective, x: Any, y0: Any, tolerance: float, steps: int
+) -> Any:
+    if not callable(function):
+        raise ArgumentTypeError(f"{name} must be a function of (x, y), not {function!r}")
+    checked_number("tolerance", tolerance)
+    check_count("steps", steps)
+    return kind(function, Variable(x, "x"), Variable.copy_of(y0, "y"), tolerance, steps)
+
+
+@dataclass
+class _Layer(ABC):
+    """A y*(x) that is found by iteration.
+
+    Attributes:
+        function: of x and y.
+        x: what it is differentiated in; its tensors may be the results of other layers.
+        y: the structure of the solution, at the starting point.
+        tolerance, steps: when the iteration ends.
+    """
+
+    function: Objective
+    x: Variable
+    y: Variable
+    tolerance: float
+    steps: int
+
+    @abstractmethod
+    def solve(self, x: Sequence[Tensor]) -> Tensor:
+        """y*, flat."""
+
+    @abstractmethod
+    def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
+        """The product of the cotangent with the derivative of y* in each of the ``x``."""
+
+    def result(self) -> Any:
+        """y* in the structure of y."""
+        return self.y.structured(_Solution.apply(self, *self.x.leaves))  # type: ignore[no-untyped-call]
+
+    def at(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Any:
+        """The function of these tensors."""
+        with substituted(self.x, x), substituted(self.y, y):
+            return self.function(self.x.value, self.y.value)
+
+    def checked(self, found: Found, what: str) -> Tensor:
+        """Where an iteration ended, with a warning if that is not the solution."""
+        if not bool(torch.isfinite(found.point).all()):
+            raise ObjectiveError(f"{what} led to a number that is not finite")
+        if not found.converged:
+            warn(
+                NotConvergedWarning(
+                    f"{what} was not found in steps={self.steps}: the last step was still "
+                    f"{found.residual:.1e} of the size of y; give more steps, a y0 that is nearer, "
+                    f"or a larger tolerance={self.tolerance!r}"
+                )
+            )
+        return found.point
+
+
+class _Minimum(_Layer):
+    projections: list[Any]
+    terms: list[Term | None]
+    nu: float | None
+    curvature = math.nan
+
+    def solve(self, x: Sequence[Tensor]) -> Tensor:
+        step = self._step(x)
+        found = fixed_point_of(step, flatten(self.y.leaves), **self._end)
+        self.curvature = step.curvature
+        return self.checked(found, "the minimum of g")
+
+    def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
+        eps = float(torch.finfo(y.dtype).eps)
+        way = float(y.norm()) or float((y - flatten(self.y.leaves)).norm()) or 1.0
+        length = float(cotangent.norm())
+        if not length > 0:
+            return [torch.zeros_like(tensor) for tensor in x]
+        share = eps ** (1 / 3) if self.nu is None else self.nu
+        nu = share * way * self.curvature / length
+        slopes, other = [], y
+        for sign in (1.0, -1.0):
+            step = self._step(x, tilt=sign * nu * cotangent)
+            # the second minimum lies opposite to the first
+            found = fixed_point_of(step, 2 * y - other if sign < 0 else y, **self._end)
+            other = self.checked(found, "a tilted minimum of g")
+            slopes.append(self._upper_slope(x, other))
+        return [(plus - minus) / (2 * nu) for plus, minus in zip(*slopes, strict=True)]
+
+    @property
+    def _end(self) -> dict[str, Any]:
+        return {"tolerance": self.tolerance, "steps": self.steps}
+
+    def _step(self, x: Sequence[Tensor], tilt: Tensor | float = 0.0) -> ProximalStep:
+        x = [tensor.detach() for tensor in x]
+        with torch.no_grad(), substituted(self.x, x):
+            shrinks = [
+                None if term is None else (term, term.at(self.x.value)) for term in self.terms
+            ]
+
+        def gradient(y: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaves = [leaf.requires_grad_() for leaf in self._parts(y)]
+                value = self._scalar(self.at(x, leaves))
+                if not value.requires_grad:
+                    raise ObjectiveError("g(x, y) does not depend on y")
+                slopes = torch.autograd.grad(
+                    value, leaves, allow_unused=True, materialize_grads=True
+                )
+            return flatten(slopes) + tilt
+
+        def prox(y: Tensor, step: float) -> Tensor:
+            pairs = zip(self._parts(y), shrinks, strict=True)
+            parts = [v if s is None else s[0].prox(v, step * s[1]) for v, s in pairs]
+            return project(flatten(parts))
+
+        def project(y: Tensor) -> Tensor:
+            if not any(self.projections):
+                return y
+            pairs = zip(self._parts(y), self.projections, strict=True)
+            return flatten([leaf if p is None else p(leaf) for leaf, p in pairs])
+
+        return ProximalStep(gradient, prox, project, self.curvature)
+
+    def _upper_slope(self, x: Sequence[Tensor], y: Tensor) -> list[Tensor]:
+        """grad_x of g and of the non-smooth terms."""
+        with torch.enable_grad():
+            at = [tensor.detach().requires_grad_() for tensor in x]
+            leaves = self._parts(y)
+            value = self._scalar(self.at(at, leaves))
+            with substituted(self.x, at):
+                for leaf, term in zip(leaves, self.terms, strict=True):
+                    if term is not None:
+                        value = value + term.value(leaf, term.at(self.x.value))
+            if not value.requires_grad:
+                return [torch.zeros_like(tensor) for tensor in at]
+            return list(torch.autograd.grad(value, at, allow_unused=True, materialize_grads=True))
+
+    def _parts(self, y: Tensor) -> list[Tensor]:
+        return [part.detach() for part in unflatten_like(y, self.y.leaves)]
+
+    def _scalar(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            shown = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise ObjectiveError(f"g(x, y) must return a scalar tensor, but returned {shown!r}")
+        return value
+
+
+class _FixedPoint(_Layer):
+    def solve(self, x: Sequence[Tensor]) -> Tensor:
+        def image(y: Tensor) -> Tensor:
+            return flatten(self._image(x, unflatten_like(y, self.y.leaves)))
+
+        start = flatten([leaf.detach() for leaf in self.y.leaves])
+        return self.checked(
+            fixed_point_of(Fixed(image), start, tolerance=self.tolerance, steps=self.steps),
+            "the fixed point of phi",
+        )
+
+    def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            at = [tensor.detach().requires_grad_() for tensor in x]
+            leaves = [part.detach().requires_grad_() for part in unflatten_like(y, self.y.leaves)]
+            image = flatten(self._image(at, leaves))
+
+        def product(u: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(
+                image, inputs, u, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+
+        adjoint = self.checked(
+            fixed_point_of(
+                Fixed(lambda u: cotangent + flatten(product(u, leaves))),
+                cotangent,
+                tolerance=self.tolerance,
+                steps=self.steps,
+            ),
+            "the adjoint of phi",
+        )
+        return list(product(adjoint, at))
+
+    def _image(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+        return self.y.tensors_like(self.at(x, y), "the result of phi(x, y)")
+
+
+class _Solution(torch.autograd.Function):
+    """The one node of a layer in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, *x: Tensor) -> tuple[Tensor, ...]:
+        y = layer.solve(x)
+        ctx.layer = layer
+        ctx.save_for_backward(y, *x)
+        return tuple(part.clone() for part in unflatten_like(y, layer.y.leaves))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        y, *x = ctx.saved_tensors
+        gradients = ctx.layer.pull_back(x, y, flatten(cotangents).to(y.dtype))
+        return None, *gradients

@@ -1,0 +1,195 @@
+"""Fixed points by Anderson acceleration, and minima as the fixed points of proximal gradient steps.
+
+A point y is mapped to its image P(y), and wanted is y = P(y). The next point is the combination of
+the last images whose residuals P(y) - y, combined in the same way, are smallest (Anderson 1965;
+Walker and Ni 2011). Where its own residual turns out to be larger than the last, the plain image is
+taken instead. Vectors are flat.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MEMORY = 20
+"""Past points that are combined."""
+
+STALLED = 60
+"""Steps without progress after which what is left is taken for rounding."""
+
+GROWN = 5
+"""Plain steps that lengthened the residual, which without rounding none does, before the end."""
+
+LONGEST_SHORTENING = 60
+"""So many times in a row a step may meet a number that is not finite and be shortened."""
+
+
+class Map(ABC):
+    """A map whose fixed point is wanted."""
+
+    @abstractmethod
+    def evaluate(self, y: Tensor) -> Tensor:
+        """Whatever of the map at y costs an evaluation."""
+
+    @abstractmethod
+    def image(self, y: Tensor, seen: Tensor) -> Tensor:
+        """P(y), from what :meth:`evaluate` gave."""
+
+    def into(self, y: Tensor) -> Tensor:
+        """A combination of points, put where the map may be evaluated."""
+        return y
+
+    def adapt(self, y: Tensor, seen: Tensor, other: Tensor, seen_there: Tensor) -> bool:
+        """Learn from the evaluations at two points; whether P has become another map."""
+        return False
+
+
+@dataclass
+class Fixed(Map):
+    """A map that is given as it is."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def evaluate(self, y: Tensor) -> Tensor:
+        return self.function(y)
+
+    def image(self, y: Tensor, seen: Tensor) -> Tensor:
+        return seen
+
+
+@dataclass
+class ProximalStep(Map):
+    """P(y) = prox(y - grad(y) / L, 1 / L): a fixed point minimises the function.
+
+    Attributes:
+        gradient: of the smooth part.
+        prox: v, s -> argmin_y r(y) + ||y - v||^2 / (2 s); for a set, the projection.
+        project: into the domain of r.
+        curvature: L, the largest that was met so far; NaN before the first evaluation.
+    """
+
+    gradient: Callable[[Tensor], Tensor]
+    prox: Callable[[Tensor, float], Tensor] = lambda v, step: v
+    project: Callable[[Tensor], Tensor] = lambda v: v
+    curvature: float = math.nan
+
+    def evaluate(self, y: Tensor) -> Tensor:
+        return self.gradient(y)
+
+    def image(self, y: Tensor, seen: Tensor) -> Tensor:
+        if math.isnan(self.curvature):
+            self.curvature = self._first_curvature(y, seen)
+        return self.prox(y - seen / self.curvature, 1 / self.curvature)
+
+    def into(self, y: Tensor) -> Tensor:
+        return self.project(y)
+
+    def _first_curvature(self, y: Tensor, slope: Tensor) -> float:
+        """From the change of the gradient along a short way downhill."""
+        length = float(slope.norm())
+        if not length > 0:
+            return 1.0
+        way = 1e-3 * (float(y.norm()) or 1.0) / length * slope
+        there = self.project(y - way)
+        moved = float((there - y).norm())
+        turned = float((self.gradient(there) - slope).norm()) if moved > 0 else 0.0
+        return turned / moved if turned > 0 and math.isfinite(turned) else 1.0
+
+    def adapt(self, y: Tensor, seen: Tensor, other: Tensor, seen_there: Tensor) -> bool:
+        moved, turned = float((other - y).norm()), float((seen_there - seen).norm())
+        if not math.isfinite(turned):
+            self.curvature *= 4
+            return True
+        # of a shorter way the turn is mostly rounding
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * float(y.norm())
+        if moved > rounding and turned > 1.01 * self.curvature * moved:
+            self.curvature = max(turned / moved, 1.5 * self.curvature)
+            return True
+        return False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a search for a fixed point has ended.
+
+    Attributes:
+        point: an image of the map.
+        residual: ||P(y) - y||, relative to the size of y.
+        evaluations: of the map.
+        converged: whether the residual is below the tolerance, or down to rounding.
+    """
+
+    point: Tensor
+    residual: float
+    evaluations: int
+    converged: bool
+
+
+@torch.no_grad()
+def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) -> Found:
+    """The point y = P(y), from ``start``.
+
+    Args:
+        map_: P.
+        start: where to start.
+        tolerance: of the residual, relative to the size of y; 0: down to rounding.
+        steps: the most evaluations.
+    """
+    eps = torch.finfo(start.dtype).eps
+    y = map_.into(start)
+    seen = map_.evaluate(y)
+    past: deque[tuple[Tensor, Tensor]] = deque(maxlen=MEMORY + 1)  # residuals and images
+    least, since, grown, spoilt, evaluations = math.inf, 0, 0, 0, 1
+    while True:
+        image = map_.image(y, seen)
+        residual = image - y
+        scale = max(float(image.norm()), float(start.norm())) or 1.0
+        size = float(residual.norm()) / scale
+        since = 0 if size < 0.9 * least else since + 1
+        least = min(least, size)
+        stalled = (since >= STALLED and least <= eps**0.75) or (
+            grown >= GROWN and least <= eps**0.5
+        )
+        done = size <= max(tolerance, eps) or (stalled and size <= 2 * least)
+        if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
+            return Found(image, size, evaluations, done)
+        past.append((residual, image))
+        mixed = len(past) > 1
+        other = map_.into(_combined(past)) if mixed else image
+        seen_there = map_.evaluate(other)
+        evaluations += 1
+        if map_.adapt(y, seen, other, seen_there):
+            past.clear()
+            finite = bool(torch.isfinite(seen_there).all())
+            spoilt = 0 if finite else spoilt + 1
+            if not (finite and _size(map_, other, seen_there) <= _size(map_, y, seen)):
+                continue
+        elif not _size(map_, other, seen_there) <= size * scale:
+            if mixed:
+                past.clear()  # the next step is the plain one
+                continue
+            grown += 1
+        y, seen, spoilt = other, seen_there, 0
+
+
+def _size(map_: Map, y: Tensor, seen: Tensor) -> float:
+    return float((map_.image(y, seen) - y).norm())
+
+
+def _combined(past: deque[tuple[Tensor, Tensor]]) -> Tensor:
+    """The combination of the images whose residual is smallest."""
+    residuals, images = (torch.stack(part) for part in zip(*past, strict=True))
+    turns, changes = residuals.diff(dim=0).double(), images.diff(dim=0)
+    lengths = turns.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    turns = turns / lengths[:, None]
+    matrix = turns @ turns.T
+    matrix.diagonal().add_(1e-15)
+    shares = torch.linalg.solve(matrix, turns @ residuals[-1].double()) / lengths
+    mixed: Tensor = images[-1] - shares.to(changes.dtype) @ changes
+    return mixed

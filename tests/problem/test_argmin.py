@@ -1,0 +1,291 @@
+"""Layers that solve for y: against closed forms, finite differences and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bilevel
+from bilevel.errors import ArgumentError, NotConvergedWarning, ObjectiveError
+
+N = 6
+
+
+def quadratic(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A positive definite A of condition 10, and B, of g = y'Ay/2 - y'Bx."""
+    generator = torch.Generator().manual_seed(seed)
+    basis, _ = torch.linalg.qr(torch.randn(N, N, generator=generator, dtype=torch.float64))
+    A = basis @ torch.diag(torch.linspace(1, 10, N, dtype=torch.float64)) @ basis.T
+    return A, torch.randn(N, 4, generator=generator, dtype=torch.float64)
+
+
+def logistic(seed: int = 0) -> tuple[Any, Any]:
+    """A ridge-regularised logistic regression with one log-strength per coordinate."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(40, N, generator=generator, dtype=torch.float64)
+    t = (torch.rand(40, generator=generator) > 0.4).double()
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.binary_cross_entropy_with_logits(X @ y, t)
+        return loss + 0.5 * (x.exp() * y**2).mean()
+
+    return g, torch.linspace(-2, 1, N, dtype=torch.float64)
+
+
+def implicit_gradient(g: Any, x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    """-g_xy g_yy^-1 c, with both second derivatives as matrices."""
+    H = torch.autograd.functional.hessian(lambda y: g(x, y), y)
+    v = torch.linalg.solve(H, c)
+    x = x.detach().requires_grad_()
+    y = y.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(g(x, y), y, create_graph=True)
+    (mixed,) = torch.autograd.grad(slope @ v, x)
+    return -mixed
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_solution_and_gradient_of_a_quadratic_are_exact() -> None:
+    A, B = quadratic()
+    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    y = bilevel.argmin(lambda x, y: 0.5 * y @ A @ y - y @ B @ x, x, torch.zeros(N).double())
+    c = torch.linspace(-1, 1, N, dtype=torch.float64)
+    (y @ c).backward()
+    assert relative(y.detach(), torch.linalg.solve(A, B @ x.detach())) < 1e-14
+    assert relative(x.grad, B.T @ torch.linalg.solve(A, c)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["quadratic", "logistic"])
+def test_error_falls_with_the_square_of_nu_down_to_rounding(kind: str) -> None:
+    g, x = logistic()
+    if kind == "quadratic":
+        A, B = quadratic()
+        x = torch.linspace(-1, 1, N, dtype=torch.float64)
+
+        def g(x: Tensor, y: Tensor) -> Tensor:
+            return 0.5 * y @ A @ y - y @ B.sum(1) + 0.5 * (x.exp() * y**2).sum()
+
+    c = torch.linspace(-1, 2, N, dtype=torch.float64)
+
+    def gradient(nu: float | None) -> tuple[Tensor, Tensor]:
+        at = x.clone().requires_grad_()
+        y = bilevel.argmin(g, at, torch.zeros(N).double(), nu=nu)
+        (found,) = torch.autograd.grad(y @ c, at)
+        return y.detach(), found
+
+    y, found = gradient(None)
+    exact = implicit_gradient(g, x, y, c)
+    assert relative(found, exact) < 1e-8
+    errors = [relative(gradient(nu)[1], exact) for nu in (0.08, 0.04, 0.02, 1e-3)]
+    if kind == "quadratic":  # g is quadratic in y for each x, so the difference has no error
+        assert max(errors) < 1e-10
+        return
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.05)
+    assert errors[2] / errors[3] == pytest.approx(400, rel=0.1)
+
+
+def test_single_precision_reaches_its_own_rounding() -> None:
+    A, B = quadratic()
+    c = torch.linspace(-1, 2, N, dtype=torch.float64)
+    x = torch.ones(4, requires_grad=True)
+    y = bilevel.argmin(lambda x, y: 0.5 * y @ A.float() @ y - y @ B.float() @ x, x, torch.zeros(N))
+    (y @ c.float()).backward()
+    assert relative(x.grad.double(), B.T @ torch.linalg.solve(A, c)) < 1e-3
+
+
+class OnceOnly(torch.autograd.Function):
+    """The square, whose backward pass has no backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.save_for_backward(v)
+        return v**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (v,) = ctx.saved_tensors
+        return 2 * v * grad
+
+
+def test_an_objective_that_can_be_differentiated_once_only() -> None:
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    y = bilevel.argmin(lambda x, y: OnceOnly.apply(y - x).sum() + y @ y, x, torch.zeros(2).double())
+    y.sum().backward()
+    torch.testing.assert_close(y.detach(), x.detach() / 2)
+    torch.testing.assert_close(x.grad, torch.full_like(x, 0.5))
+
+
+def test_it_cannot_be_differentiated_twice_and_says_so() -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    y = bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, torch.zeros(2).double())
+    (slope,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def test_trees_and_modules() -> None:
+    net = nn.Linear(3, 2).double()
+    inputs = torch.linspace(-1, 1, 3, dtype=torch.float64, requires_grad=True)
+
+    def g(x: Any, y: Any) -> Tensor:
+        target = x["net"](x["inputs"])
+        return ((y["a"] - target) ** 2).sum() + ((y["b"][0] - y["a"].sum()) ** 2)
+
+    x = {"net": net, "inputs": inputs * 1.0}
+    y0 = {"a": torch.zeros(2).double(), "b": [torch.zeros(()).double()]}
+    y = bilevel.argmin(g, x, y0)
+    (y["b"][0] + y["a"][0]).backward()
+    direct = net(inputs)
+    expected = torch.autograd.grad(direct.sum() + direct[0], [inputs, *net.parameters()])
+    torch.testing.assert_close(y["a"], direct)
+    for mine, theirs in zip([inputs, *net.parameters()], expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs)
+    assert y0["a"].abs().sum() == 0
+
+
+class Projection(nn.Module):
+    """A layer that puts its input into a box by solving for it (OptNet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return bilevel.argmin(
+            lambda x, y: ((y - x[0] * x[1]) ** 2).sum(),
+            (self.scale, inputs),
+            torch.zeros_like(inputs),
+            y_set=bilevel.sets.Box(-1, 1),
+        )
+
+
+def test_a_layer_with_a_projection_inside_a_module() -> None:
+    layer, inputs = Projection(), torch.tensor([0.5, 2.0, -3.0], dtype=torch.float64)
+    out = layer(inputs)
+    torch.testing.assert_close(out, inputs.clamp(-1, 1))
+    out.sum().backward()
+    torch.testing.assert_close(layer.scale.grad, torch.tensor([0.5, 0.0, 0.0]).double())
+
+
+def test_a_simplex_against_its_projection() -> None:
+    x = torch.tensor([0.3, 1.2, -0.4, 0.6], dtype=torch.float64, requires_grad=True)
+    simplex = bilevel.sets.Simplex()
+    y = bilevel.argmin(
+        lambda x, y: ((y - x) ** 2).sum(), x, torch.full((4,), 0.25).double(), y_set=simplex
+    )
+    c = torch.arange(4.0).double()
+    (y @ c).backward()
+    again = x.detach().requires_grad_()
+    (simplex(again) @ c).backward()
+    torch.testing.assert_close(y.detach(), simplex(x.detach()))
+    torch.testing.assert_close(x.grad, again.grad)
+
+
+def test_lasso_strength_against_its_closed_form() -> None:
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(30, 8, generator=generator, dtype=torch.float64)
+    t = X[:, :3].sum(1) + 0.1 * torch.randn(30, generator=generator, dtype=torch.float64)
+    x = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * ((X @ y - t) ** 2).mean()
+
+    y = bilevel.argmin(g, x, torch.zeros(8).double(), y_prox=bilevel.prox.L1(lambda x: x.exp()))
+    c = torch.linspace(1, 2, 8, dtype=torch.float64)
+    (y @ c).backward()
+    alive = y.detach() != 0
+    assert 0 < int(alive.sum()) < 8
+    slope = X.T @ (X @ y.detach() - t) / 30  # optimality: slope = -w sign(y), or within [-w, w]
+    w = x.detach().exp()
+    torch.testing.assert_close(slope[alive], -w * y.detach()[alive].sign())
+    assert bool((slope[~alive].abs() <= w).all())
+    G = X[:, alive].T @ X[:, alive] / 30
+    exact = -w * (c[alive] @ torch.linalg.solve(G, y.detach()[alive].sign()))
+    torch.testing.assert_close(x.grad, exact, rtol=1e-7, atol=0)
+
+
+def test_three_levels_with_a_known_answer() -> None:
+    """z* = (x + y)/2, y* = x/2 and f = (z* - 3)^2 + (y* - 1)^2/4: x = 3.8 by hand."""
+
+    def middle(x: Tensor, y: Tensor) -> Tensor:
+        z = bilevel.argmin(lambda v, z: (z - (v[0] + v[1]) / 2) ** 2, (x, y), torch.zeros_like(y))
+        return (z - 3 * x / 4) ** 2 + (y - x / 2) ** 2
+
+    def top(x: Tensor) -> Tensor:
+        y = bilevel.argmin(middle, x, torch.zeros_like(x))
+        z = bilevel.argmin(lambda v, z: (z - (v[0] + v[1]) / 2) ** 2, (x, y), torch.zeros_like(x))
+        return (z - 3) ** 2 + (y - 1) ** 2 / 4
+
+    x = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    for _ in range(60):  # F'' = 2 (9/16 + 1/16)
+        (slope,) = torch.autograd.grad(top(x), x)
+        x = (x - 0.7 * slope).detach().requires_grad_()
+    # F = (3x/4 - 3)^2 + (x/2 - 1)^2/4, so that F' = 9x/8 - 9/2 + x/8 - 1/4 = 0
+    assert x.item() == pytest.approx(19 / 5, abs=1e-3)
+
+
+def test_a_problem_whose_lower_level_holds_an_argmin() -> None:
+    """Three levels through minimize: the lowest is z* = y + x, the middle pulls z* to 1."""
+
+    def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        z = bilevel.argmin(lambda v, z: ((z - v[0] - v[1]) ** 2).sum(), (x, y), torch.zeros(2))
+        return ((z - 1) ** 2).sum() + ((y - 1) ** 2).sum()
+
+    problem = bilevel.Problem(lambda x, y, batch: ((y - 0.25) ** 2).sum(), lower)
+    method = bilevel.F2SA(lower_lr=0.2, upper_lr=0.5, multiplier=100.0, inner_steps=20)
+    result = bilevel.minimize(problem, torch.zeros(2), torch.zeros(2), method=method, steps=60)
+    # y* = 1 - x/2, which is 0.25 at x = 1.5
+    assert float((result.x - 1.5).abs().max()) < 2e-2
+
+
+def test_a_minimum_that_is_not_found_is_told() -> None:
+    x = torch.zeros((), dtype=torch.float64)
+    with pytest.warns(NotConvergedWarning, match="steps=5"):
+        bilevel.argmin(
+            lambda x, y: 0.5 * (torch.logspace(0, 4, 9).double() * (y - 1) ** 2).sum(),
+            x,
+            torch.zeros(9).double(),
+            steps=5,
+        )
+
+
+@pytest.mark.parametrize(
+    ("g", "message"),
+    [
+        (lambda x, y: y, "scalar"),
+        (lambda x, y: 3.0, "scalar"),
+        (lambda x, y: (x**2).sum(), "depend on y"),
+    ],
+)
+def test_bad_objectives_are_refused(g: Any, message: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ObjectiveError, match=message):
+        bilevel.argmin(g, x, torch.zeros(2))
+
+
+def test_gradcheck_of_an_equilibrium_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    W = 0.3 * torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    U = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(3, generator=generator, dtype=torch.float64)
+
+    def layer(W: Tensor, U: Tensor, x: Tensor) -> Tensor:
+        def phi(v: Any, y: Tensor) -> Tensor:
+            return torch.tanh(v[0] @ y + v[1] @ v[2])
+
+        return bilevel.fixed_point(phi, (W, U, x), torch.zeros(4).double())
+
+    inputs = [t.requires_grad_() for t in (W, U, x)]
+    assert torch.autograd.gradcheck(layer, inputs)
+
+
+def test_a_fixed_point_must_have_the_shape_of_y() -> None:
+    with pytest.raises(ArgumentError, match="shape"):
+        bilevel.fixed_point(lambda x, y: y[:1], torch.ones(()), torch.zeros(2))
