@@ -39,6 +39,12 @@ class Method(ABC, Generic[S]):
     Attributes:
         properties: what a user compares methods by, with the abilities of the class.
         limits: arguments with which the method loses an ability; those of base classes count too.
+
+    Example:
+        >>> import bilevel
+        >>> properties = bilevel.F2SA.properties
+        >>> properties.order, properties.copies, properties.assumes
+        (1, 2, 'g strongly convex in y; f and g smooth')
     """
 
     properties: ClassVar[Properties]

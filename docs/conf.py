@@ -1,0 +1,43 @@
+"""How the site is built; `make docs` does it. Warnings are errors there."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+import bilevel
+
+project = "bilevel"
+author = "the authors of bilevel"
+copyright = "the authors of bilevel"
+version = release = bilevel.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "docstrings",
+]
+exclude_patterns = ["*.in.md"]
+templates_path = ["_templates"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_class_signature = "separated"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"bilevel {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": False}
