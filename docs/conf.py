@@ -21,6 +21,7 @@ extensions = [
     "docstrings",
 ]
 exclude_patterns = ["*.in.md"]
+highlight_language = "none"
 templates_path = ["_templates"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -29,13 +30,15 @@ myst_heading_anchors = 3
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-autodoc_class_signature = "separated"
+napoleon_use_param = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_custom_sections = ["Reference"]
 
 html_theme = "furo"
 html_title = f"bilevel {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path = ["llms.txt"]
 html_copy_source = False

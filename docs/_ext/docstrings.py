@@ -6,10 +6,14 @@ would read as a quotation and reflow. They are shown as they are written.
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Reference|Note)s?:$")
+LONE_LETTER = re.compile(r"^(\s+[\w, ]+: )([A-Z]\.)$")
+"""A description such as "T.", which would be read as the number of a list."""
+
 ITEM = re.compile(r"([-*+]|\d+\.)\s|\.\. |>>> ")
 
 
@@ -46,7 +50,7 @@ def _begins_a_block(lines: list[str], number: int, base: int) -> bool:
 def _process(
     _app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]
 ) -> None:
-    lines[:] = as_literal_blocks(lines)
+    lines[:] = [LONE_LETTER.sub(r"\1\\\2", line) for line in as_literal_blocks(lines)]
 
 
 def _of_others(
@@ -59,8 +63,20 @@ def _of_others(
     return True if module is not None and module.partition(".")[0] != "bilevel" else None
 
 
+def _signature(
+    _app: Any, what: str, _name: str, of: Any, _options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
+    """The arguments of a method's class are those of ``__init__``; ``__new__`` only checks them."""
+    if what == "class" and signature == "(*_, **given)":
+        parameters = list(inspect.signature(of.__init__).parameters.values())[1:]
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+        signature = str(inspect.Signature(plain))
+    return signature, returns
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx, before napoleon reads the sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
     app.connect("autodoc-skip-member", _of_others)
+    app.connect("autodoc-process-signature", _signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
