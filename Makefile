@@ -10,7 +10,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # The tests start many processes, each of which would compile the library anew without these files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint types quick whole recipes docs figures audit rates cleaning mixing clean
+.PHONY: demo test test-all lint types quick whole recipes docs figures notebooks package audit rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -64,6 +64,16 @@ audit:
 # The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results.
 figures: $(INSTALLED)
 	$(BIN)/python docs/draw_figures.py
+
+# The four starts as notebooks, from docs/start.
+notebooks: $(INSTALLED)
+	$(BIN)/python docs/make_notebooks.py
+
+# The sdist and the wheel, built and tried.
+package: $(INSTALLED)
+	rm -rf out/dist
+	$(BIN)/hatchling build --directory out/dist
+	$(BIN)/pytest tests/test_package.py
 
 # The figure and the table of the rates in docs/theory.md.
 rates: $(INSTALLED)

@@ -92,3 +92,25 @@ def test_the_figures_are_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     script.draw(tmp_path)
     drawn = {path.name for path in tmp_path.glob("*.png")}
     assert drawn == {path.name for path in script.FOLDER.glob("*.png")}
+
+
+def test_the_notebooks_are_those_of_the_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _script("make_notebooks", monkeypatch)
+    assert len(script.PAGES) == 4
+    for page in script.PAGES:
+        made = (script.FOLDER / f"{page.stem}.ipynb").read_text()
+        assert made == script.notebook(page.read_text()), "run docs/make_notebooks.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=name_of)
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.loads(path.read_text())
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    for cell in content["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not code.startswith("!"):  # a shell's commands
+            exec(code, namespace)
