@@ -17,6 +17,8 @@ from tests.docs.pages import TEXTS, blocks, name_of
 from tests.marks import slow_except
 
 WITH_CODE = [name_of(path) for path in TEXTS if blocks(path)]
+# These run the contract of methods, which tests/methods does for every method.
+LONG = {"docs/api/testing.md", "docs/write-a-method.md"}
 WITH_COMMANDS = [
     name_of(path) for path in TEXTS if any("$ bilevel " in b for b in blocks(path, "console"))
 ]
@@ -32,7 +34,7 @@ def run(path: Path) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.parametrize("page", slow_except(set(WITH_CODE) - LONG, WITH_CODE))
 def test_the_code_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
