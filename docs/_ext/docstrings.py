@@ -14,6 +14,9 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|R
 LONE_LETTER = re.compile(r"^(\s+[\w, ]+: )([A-Z]\.)$")
 """A description such as "T.", which would be read as the number of a list."""
 
+NAMES = re.compile(r"^\s+(\w+, )*\w+,$")
+"""Names of arguments that go on in the next line."""
+
 ITEM = re.compile(r"([-*+]|\d+\.)\s|\.\. |>>> ")
 
 
@@ -47,10 +50,25 @@ def _begins_a_block(lines: list[str], number: int, base: int) -> bool:
     return _indent(before) == base and not before.rstrip().endswith("::") and bool(before)
 
 
+def with_joined_names(lines: list[str]) -> list[str]:
+    """Arguments that are described together, with their names on one line.
+
+    Napoleon reads the names up to the colon on one line only.
+    """
+    result: list[str] = []
+    for line in lines:
+        if result and NAMES.match(result[-1]) and ":" in line:
+            result[-1] = f"{result[-1]} {line.strip()}"
+        else:
+            result.append(line)
+    return result
+
+
 def _process(
     _app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]
 ) -> None:
-    lines[:] = [LONE_LETTER.sub(r"\1\\\2", line) for line in as_literal_blocks(lines)]
+    text = with_joined_names(as_literal_blocks(lines))
+    lines[:] = [LONE_LETTER.sub(r"\1\\\2", line) for line in text]
 
 
 def _of_others(

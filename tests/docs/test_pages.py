@@ -114,3 +114,14 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         code = "".join(cell["source"])
         if cell["cell_type"] == "code" and not code.startswith("!"):  # a shell's commands
             exec(code, namespace)
+
+
+def test_docstrings_become_text_that_sphinx_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _script("_ext/docstrings", monkeypatch)
+    formula = ["A step is", "", "    y <- y - gamma * g", "", "and", "", "Args:", "    x: it."]
+    expected = ["A step is", "", "::", "", *formula[2:]]
+    assert script.as_literal_blocks(formula) == expected
+    announced = ["A step is::", "", "    y <- y", "", "Example:", "    >>> 1", "", "    >>> 2"]
+    assert script.as_literal_blocks(announced) == announced
+    names = ["Args:", "    problem, x0,", "        y0: as there.", "    steps: K."]
+    assert script.with_joined_names(names) == ["Args:", "    problem, x0, y0: as there.", names[3]]

@@ -75,8 +75,8 @@ def minimize_many(
     steps, so that all of them go on until the slowest has come to rest.
 
     Args:
-        problem, x0, y0: as :class:`bilevel.Solver` takes them.
-        upper_data, lower_data, batch_size, direction_batch_size, chunk_size, device: the same.
+        problem, x0, y0, upper_data, lower_data, batch_size, direction_batch_size, chunk_size,
+            device: as :class:`bilevel.Solver` takes them.
         methods: one method or several, as :func:`bilevel.minimize` takes them.
         seeds: the seeds, or how many of them to take from 0 on.
         steps: K, how many outer steps each run takes.

@@ -66,9 +66,9 @@ def minimize(
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
     Args:
-        problem, x0, y0, method: as :class:`bilevel.Solver` takes them.
-        upper_data, lower_data, batch_size, direction_batch_size, chunk_size: the same.
-        seed, compile, accumulate, loss_scale, device: the same.
+        problem, x0, y0, method, upper_data, lower_data, batch_size, direction_batch_size,
+            seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
+            takes them.
         steps: K, how many outer steps to take at most.
         tolerance: end the run, with the outcome CONVERGED, when x has come to rest: in each of the
             last ten recorded steps in which x moved, its direction was at most this part of what it
