@@ -35,6 +35,9 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Reference"]
 
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
 html_title = f"bilevel {release}"
 html_static_path = ["_static"]
