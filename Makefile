@@ -4,17 +4,20 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_VENV := out/docs-venv
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 # The tests start many processes, each of which would compile the library anew without these files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint types quick whole recipes audit rates cleaning mixing clean
+.PHONY: demo test test-all lint types quick whole recipes docs figures notebooks package audit rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
 
 test: lint types quick
 
+# The tests that look at the site in a browser are skipped where make docs has not built it.
 test-all: lint types whole
 
 lint: $(INSTALLED)
@@ -37,22 +40,50 @@ recipes: $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-recipes.txt
 	$(BIN)/pytest -n 2 tests/examples tests/mixing/test_huggingface.py
 
+# The site, in out/docs/html; a warning is an error. Its tools have an environment of their own, which
+# sees the packages of $(VENV) as well, so that PyTorch is not installed twice.
+docs: $(DOCS_INSTALLED)
+	rm -rf docs/api/generated
+	$(DOCS_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs/html
+
+$(DOCS_INSTALLED): $(INSTALLED) requirements-docs.txt
+	$(BIN)/python -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(DOCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/library.pth"
+	touch $@
+
 # Known vulnerabilities of what is pinned; docs/dependencies.md says what to do without a connection.
 audit:
 	$(PYTHON) -m venv out/audit
 	out/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements.txt
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-recipes.txt
+	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-docs.txt
 
-# The figure and the table of the rates in README.md.
+# The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results.
+figures: $(INSTALLED)
+	$(BIN)/python docs/draw_figures.py
+
+# The four starts as notebooks, from docs/start.
+notebooks: $(INSTALLED)
+	$(BIN)/python docs/make_notebooks.py
+
+# The sdist and the wheel, built and tried.
+package: $(INSTALLED)
+	rm -rf out/dist
+	$(BIN)/hatchling build --directory out/dist
+	$(BIN)/pytest tests/test_package.py
+
+# The figure and the table of the rates in docs/theory.md.
 rates: $(INSTALLED)
 	$(BIN)/bilevel reproduce rates --plot docs/rates.png --json docs/rates.json
 
-# The figure and the table of hyper-cleaning in README.md; half an hour.
+# The figure and the table of hyper-cleaning in docs/benchmarks-labels.md; half an hour.
 cleaning: $(INSTALLED)
 	$(BIN)/bilevel reproduce cleaning --plot docs/cleaning.png --json docs/cleaning.json
 
-# The figure of data mixing in README.md.
+# The figure of data mixing in docs/mix-data.md.
 mixing: $(INSTALLED)
 	$(BIN)/bilevel mix --demo --out out/mixing --overwrite
 	cp out/mixing/weights.png docs/mixing.png

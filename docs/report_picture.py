@@ -1,4 +1,4 @@
-"""Makes ``report.png``, the picture of a report in the README, from the demo's digits.
+"""Makes ``report.png``, the picture of a report in docs/clean-labels.md, from the demo's digits.
 
 Needs Playwright, the system's Chromium, and everything that ``bilevel demo`` needs.
 """

@@ -40,6 +40,12 @@ class Method(ABC, Generic[S]):
         properties: what a user compares methods by, with the abilities of the class.
         limits: arguments with which the method loses an ability; those of base classes count too.
         functions_of_x: the arguments that may be functions of x; any other function is one of k.
+
+    Example:
+        >>> import bilevel
+        >>> properties = bilevel.F2SA.properties
+        >>> properties.order, properties.copies, properties.assumes
+        (1, 2, 'g strongly convex in y; f and g smooth')
     """
 
     properties: ClassVar[Properties]

@@ -36,6 +36,14 @@ class Info:
         upper_lr: the same for x; 0 where x rests.
         metrics: what the objectives return beside ``upper`` and ``lower``, by names such as
             ``"upper/accuracy"``.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> solver = bilevel.Solver(problem, problem.x0, problem.y0)
+        >>> info = solver.step()
+        >>> info.step, bool(info.gap >= 0), solver.step(measure=False).upper
+        (0, True, None)
     """
 
     step: int
@@ -66,6 +74,13 @@ class State:
         multiplier: lam of the last step taken; 0 before the first, NaN where there is none.
         policy: where the step sizes come from.
         x_update: how x moves.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> state = bilevel.Solver(problem, problem.x0, problem.y0).state
+        >>> state.k, state.x.value.shape, [variable.name for variable in state.variables()]
+        (0, torch.Size([5]), ['x', 'y', 'z'])
     """
 
     x: Variable

@@ -45,6 +45,17 @@ class Mixture:
         model: the model that was trained with the weights; None if it was not loaded.
         steps: the number of steps taken.
         seconds: the time they took.
+
+    Example:
+        >>> import torch, bilevel
+        >>> mixer = bilevel.DataMixer(
+        ...     sources={"ones": [torch.ones(4, 8).long()], "twos": [torch.full((4, 8), 2)]},
+        ...     target=[torch.ones(4, 8).long()],
+        ...     model=torch.nn.Sequential(torch.nn.Embedding(3, 8), torch.nn.Linear(8, 3)),
+        ...     model_lr=0.01)
+        >>> mixture = mixer.fit(steps=20)
+        >>> mixture.weights["ones"] > mixture.weights["twos"], mixture.steps
+        (True, 20)
     """
 
     weights: dict[str, float]

@@ -18,6 +18,14 @@ class Outcome(Enum):
 
     A run that diverged or worsened has that outcome, whatever else ended it, unless it was stopped
     from outside.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> result = bilevel.minimize(
+        ...     problem, problem.x0, problem.y0, callback=lambda solver, info: info.step == 3)
+        >>> result.outcome is bilevel.Outcome.STOPPED, result.outcome.value
+        (True, 'the callback asked to stop')
     """
 
     COMPLETED = "all steps were taken"
@@ -48,6 +56,15 @@ class Result:
         seconds: how long they took.
         outcome: how the run ended.
         selected_step: k of the returned point x_k; equals ``steps`` for the last iterate.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=20, record_every=5)
+        >>> result.x.shape, result.steps, result.outcome.name
+        (torch.Size([5]), 20, 'COMPLETED')
+        >>> result.to_frame()["step"].tolist()
+        [0, 5, 10, 15, 19]
     """
 
     x: Any

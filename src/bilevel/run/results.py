@@ -32,6 +32,15 @@ class Results(Sequence[Result]):
         seeds: the seeds.
         reasons: for each run what ended it before its time; None where nothing did.
         seconds: how long all of them took.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0, sigma_f=0.1, sigma_g=0.1)
+        >>> noise = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}
+        >>> results = bilevel.minimize_many(problem, problem.x0, problem.y0, seeds=3, steps=10,
+        ...     methods=bilevel.F2SA(lower_lr=0.5, upper_lr=0.1), **noise)
+        >>> len(results), results.curves("upper").shape, results[2].outcome.name
+        (3, (1, 3, 10), 'COMPLETED')
     """
 
     methods: list[Method[Any]]

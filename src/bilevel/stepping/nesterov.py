@@ -38,6 +38,13 @@ class Nesterov:
         radius: B, in the units of x. The smaller, the more often momentum is lost.
         least_radius: B0, below which the radius has no effect.
         decay: of the radius at each restart, above 0 and at most 1.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.problems.Quadratic(seed=0)
+        >>> method = bilevel.F2BA(lower_lr=0.5, upper_lr=0.1, acceleration=bilevel.Nesterov())
+        >>> bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=50).steps
+        50
     """
 
     momentum: float = 0.9

@@ -57,7 +57,7 @@ class Constants:
 
     @property
     def l_lam0(self) -> float:
-        """Lipschitz constant of x -> y*_lam(x), for every lam >= 2 l_f1 / mu_g: ``3 kappa_g``."""
+        """``3 kappa_g``, the Lipschitz constant of x -> y*_lam(x) where lam >= 2 l_f1 / mu_g."""
         return 3.0 * self.kappa_g
 
     @property
@@ -79,18 +79,18 @@ class Constants:
 
     @property
     def l_F1(self) -> float:
-        """Smoothness of F: ``l_star0 (l_f1 + l_g1^2/mu_g + 2 l_f0 l_g1 l_g2/mu_g^2)``."""
+        """``l_star0 (l_f1 + l_g1^2/mu_g + 2 l_f0 l_g1 l_g2/mu_g^2)``, the smoothness of F."""
         cross = 2.0 * self.l_f0 * self.l_g1 * self.l_g2 / self.mu_g**2
         return self.l_star0 * (self.l_f1 + self.l_g1**2 / self.mu_g + cross)
 
     @property
     def M_f(self) -> float:
-        """Second moment of the stochastic gradient of f: ``l_f0^2 + sigma_f^2``."""
+        """``l_f0^2 + sigma_f^2``, the second moment of the stochastic gradient of f."""
         return self.l_f0**2 + self.sigma_f**2
 
     @property
     def M_g(self) -> float:
-        """Second moment of the stochastic gradient of g in x: ``l_g0^2 + sigma_g^2``."""
+        """``l_g0^2 + sigma_g^2``, the second moment of the stochastic gradient of g in x."""
         return self.l_g0**2 + self.sigma_g**2
 
     @property
@@ -100,7 +100,7 @@ class Constants:
 
     @property
     def C_lam(self) -> float:
-        """Bias constant: ``(4 l_f0 l_g1/mu_g^2) (l_f1 + 2 l_f0 l_g2/mu_g)``."""
+        """``(4 l_f0 l_g1/mu_g^2) (l_f1 + 2 l_f0 l_g2/mu_g)``, the constant of the bias."""
         curvature = self.l_f1 + 2.0 * self.l_f0 * self.l_g2 / self.mu_g
         return 4.0 * self.l_f0 * self.l_g1 / self.mu_g**2 * curvature
 
@@ -111,7 +111,7 @@ class Constants:
 
     @property
     def min_multiplier(self) -> float:
-        """Smallest lam_0 of F2SA's proof: ``max(1, 2 l_f1/mu_g)``.
+        """``max(1, 2 l_f1/mu_g)``, the smallest lam_0 of F2SA's proof.
 
         The paper states only the second term, but its proof also uses alpha_k <= beta_k, which
         means lam_k >= 1. If 1 is too large, rescale f: (f, lam) and (s f, s lam) are the same

@@ -105,7 +105,7 @@ class Table(nn.Module):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the values: the number of rows, then the shape of a row."""
+        """The shape of the values, which is the number of rows and then the shape of a row."""
         return self.values.shape
 
     @property

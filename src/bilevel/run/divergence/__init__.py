@@ -4,12 +4,12 @@ What a run reports is inspected in blocks, after 4, 8, 16, 32, 64 recorded steps
 every 64, so that the device is seldom waited for and a step costs nothing more. There are four
 signs.
 
-*Running away.* Of |f(x, z)|, |g(x, z)|, ||direction|| and lam ||y - z||, two are a hundred times
-larger than they ever were in the first three quarters of the run. What grows like a power of k, as
-everything may that begins at zero, does not do that; what grows exponentially soon does. (Medians
-over blocks are compared, so that a rare bad batch counts for nothing, and lam ||y - z|| is taken
-from the reported gap, lam sqrt(2 (g(x, y) - g(x, z))), which is the same distance in the metric of
-g.)
+*Running away.* Of the magnitudes of f(x, z) and g(x, z), ||direction|| and lam ||y - z||, two are a
+hundred times larger than they ever were in the first three quarters of the run. What grows like a
+power of k, as everything may that begins at zero, does not do that; what grows exponentially soon
+does. (Medians over blocks are compared, so that a rare bad batch counts for nothing, and
+lam ||y - z|| is taken from the reported gap, lam sqrt(2 (g(x, y) - g(x, z))), which is the same
+distance in the metric of g.)
 
 *The multiplier outgrows the step.* A multiplier that is a function of k is ten times what it was at
 half the run, and lam ||y - z||, which should tend to a constant, has grown tenfold as well.
