@@ -328,7 +328,7 @@ class FoundSizes(GivenSizes):
             n.rests += 1
             return 0.0
         way = flatten(state.x.leaves) - before.x
-        rises = [here - there for here, there in zip(merits, before.merits, strict=True)]
+        rises = [here - there for here, there in zip(merits, before.merits, strict=False)]
         rise = statistics.fmean(rises) if rises else 0.0
         error = _error_of(rises)
         n.promised = max(0.0, -float(way @ before.direction))
