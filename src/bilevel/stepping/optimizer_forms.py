@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bilevel.errors import StateError
 from bilevel.stepping.optimizers import restore_types
 from bilevel.stepping.shared_adamw import SharedAdamW
-from bilevel.variables import Form, Variable, form_of, is_sharded, to_row_sparse
+from bilevel.variables import Form, Variable, form_of, to_row_sparse
 from bilevel.variables.forms import anything, each, flag, real, record, refuse
 
 LARGEST_TRIED = 1 << 24
@@ -91,8 +91,8 @@ def _try(
     optimizer: torch.optim.Optimizer, variable: Variable, state: dict[str, Any], path: str
 ) -> None:
     """Refuse a state with which the optimizer cannot step, where it can without."""
-    if any(map(is_sharded, variable.leaves)):
-        return
+    if any(kind.sharded for kind in variable.averaging):
+        return  # what is saved is of the whole, and here is a part
     if sum(leaf.numel() for leaf in variable.leaves) > LARGEST_TRIED:
         return
     sparse = dict(zip(map(id, variable.leaves), variable.row_sparse, strict=True))
