@@ -7,6 +7,7 @@ a saved state is tried: with gradients of zero, on a copy of it and of its param
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bilevel.errors import StateError
 from bilevel.stepping.optimizers import restore_types
 from bilevel.stepping.shared_adamw import SharedAdamW
-from bilevel.variables import Form, Variable, form_of, is_sharded, to_row_sparse
+from bilevel.variables import Form, Variable, form_of, to_row_sparse
 from bilevel.variables.forms import anything, each, flag, real, record, refuse
 
 LARGEST_TRIED = 1 << 24
@@ -28,7 +29,12 @@ def optimizer_form(
 ) -> Form:
     """The form of what an update with this optimizer saves."""
     mine = optimizer.state_dict()
-    groups = each([record(_options(group)) for group in mine["param_groups"]])
+    groups = each(
+        [
+            record({name: _option(value) for name, value in group.items()})
+            for group in mine["param_groups"]
+        ]
+    )
     parts: dict[str, Form] = {"param_groups": groups, "state": _entries(mine["param_groups"])}
     if scheduler is not None:
         parts["scheduler"] = _scheduler_form(scheduler)
@@ -44,19 +50,12 @@ def optimizer_form(
     return check
 
 
-def _options(group: dict[str, Any]) -> dict[str, Form]:
-    """The options of a group; a rate is not negative, and no number is infinite."""
-    forms = {name: _option(value) for name, value in group.items()}
-    if isinstance(group.get("lr"), int | float):
-        forms["lr"] = real(0.0)
-    return forms
-
-
 def _option(value: Any) -> Form:
+    """An option of a group: finite numbers, and no negative one where it is not so by itself."""
     if isinstance(value, bool):
         return flag
     if isinstance(value, int | float):
-        return real()
+        return real(0.0 if value >= 0 else -math.inf)
     if isinstance(value, list | tuple):
         return each([_option(part) for part in value])
     return form_of(value)
@@ -92,8 +91,8 @@ def _try(
     optimizer: torch.optim.Optimizer, variable: Variable, state: dict[str, Any], path: str
 ) -> None:
     """Refuse a state with which the optimizer cannot step, where it can without."""
-    if any(map(is_sharded, variable.leaves)):
-        return
+    if any(kind.sharded for kind in variable.averaging):
+        return  # what is saved is of the whole, and here is a part
     if sum(leaf.numel() for leaf in variable.leaves) > LARGEST_TRIED:
         return
     sparse = dict(zip(map(id, variable.leaves), variable.row_sparse, strict=True))
@@ -124,9 +123,10 @@ def _steps(
     if state is not None:
         trial.load_state_dict(copy.deepcopy(state))
         restore_types(trial, state)
-    for param, sparse in zip(params, by_rows, strict=True):
-        zeros = torch.zeros_like(param)
-        param.grad = to_row_sparse(zeros) if sparse else zeros
     with torch.random.fork_rng([]):
-        trial.step()
+        for _ in range(2):  # a number such as beta^t may be 1 at every second step
+            for param, sparse in zip(params, by_rows, strict=True):
+                zeros = torch.zeros_like(param)
+                param.grad = to_row_sparse(zeros) if sparse else zeros
+            trial.step()
     return params
