@@ -157,3 +157,8 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
         found = math.copysign(length, float(vector @ image))
         vector = image
     return found
+
+
+def mean_of(slopes: list[Slope]) -> Slope:
+    """The mean of several gradients at the same point."""
+    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)

@@ -5,7 +5,8 @@ of g + f/lam. It is found by power iterations on differences of gradients, eight
 step and one at every *look*. Where nothing is sampled, the copies of F2SA also feel the
 curvature of their own path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples
 disagree, what is left to gain is hidden in the noise; the step is then divided by sqrt(1 + n/10),
-where n counts the steps taken in that condition.
+where n counts the steps taken in that condition. It is halved for good where g at the lower
+solution rises while x rests: the copies then met more curvature than a look had seen.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -53,9 +54,9 @@ from torch import Tensor
 from bilevel.errors import FlatWarning, StateError, warn
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
-from bilevel.stepping.curvature import Curvature, Slope, cosine, slope_of
-from bilevel.stepping.memory import Numbers, Reference
-from bilevel.stepping.merit import Merits, is_noisy, merits_at
+from bilevel.stepping.curvature import Curvature, Slope, cosine, mean_of, slope_of
+from bilevel.stepping.memory import Numbers, Reference, places_of
+from bilevel.stepping.merit import Merits, is_noisy, merits_at, standard_error
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
@@ -199,7 +200,7 @@ class FoundSizes(GivenSizes):
         n, y, noisy = self._numbers, state.solution, bool(self._noisy)
         of_g = self._slopes(objectives, state.x, Level.LOWER)
         of_f = self._slopes(objectives, state.x, Level.UPPER)
-        lower, upper = _mean_of(of_g), _mean_of(of_f)
+        lower, upper = mean_of(of_g), mean_of(of_f)
         self._slope_of_f = upper
         g, f = self._curvatures
         if not n.looks:
@@ -290,9 +291,9 @@ class FoundSizes(GivenSizes):
         rises = [here - there for here, there in zip(found.lower, self._rested, strict=False)]
         if not rises or self._stiffness is None or self.pace is not None:
             return False
-        value, known = statistics.fmean(found.values), statistics.fmean(self._rested)
-        seen = TOLERATED * max(abs(known), abs(value) / found.multiplier)
-        return statistics.fmean(rises) > seen + SURE * _error_of(rises)
+        last = 0.0 if math.isnan(self._numbers.last) else self._numbers.last
+        known = max(abs(statistics.fmean(self._rested)), abs(last) / found.multiplier)
+        return statistics.fmean(rises) > TOLERATED * known + SURE * standard_error(rises)
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
@@ -308,7 +309,8 @@ class FoundSizes(GivenSizes):
             if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
                 n.rests += 1
                 return 0.0
-            n.drift = n.drift if math.isfinite(n.drift) else 0.0
+            # a rise by as much as the merit itself is not excused by what y does meanwhile
+            n.drift = min(n.drift, abs(value)) if math.isfinite(n.drift) else 0.0
             return self._go_on(state, direction, found, settled)
         if not math.isnan(n.failed):
             # back where the window began: was it a failure against the merit as it is now?
@@ -330,7 +332,7 @@ class FoundSizes(GivenSizes):
         way = flatten(state.x.leaves) - before.x
         rises = [here - there for here, there in zip(merits, before.merits, strict=False)]
         rise = statistics.fmean(rises) if rises else 0.0
-        error = _error_of(rises)
+        error = standard_error(rises)
         n.promised = max(0.0, -float(way @ before.direction))
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
@@ -388,7 +390,7 @@ class FoundSizes(GivenSizes):
         n.rests, n.measuring = 0, False
         self._reference = Reference(
             flatten(state.x.leaves).detach(),
-            _places(state),
+            places_of(state),
             direction,
             found.values,
             found.lower,
@@ -492,17 +494,3 @@ class FoundSizes(GivenSizes):
         self._reference = None if reference is None else Reference(**saved(reference))
         self._rested = list(state["rested"])
         self._signal, self._closing = state["signal"], False
-
-
-def _error_of(rises: list[float]) -> float:
-    """The standard error of their mean; 0 for one, which is exact."""
-    return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
-
-
-def _mean_of(slopes: list[Slope]) -> Slope:
-    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
-
-
-def _places(state: Iterate) -> list[list[Tensor]]:
-    """Copies of the leaves and buffers of every variable."""
-    return [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import StateError
+from bilevel.stepping.policy import Iterate
 
 
 @dataclass
@@ -85,3 +86,8 @@ class Reference:
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool
+
+
+def places_of(state: Iterate) -> list[list[Tensor]]:
+    """Copies of the leaves and buffers of every variable."""
+    return [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]

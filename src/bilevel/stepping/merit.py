@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -79,3 +81,8 @@ def is_noisy(objectives: Objectives, state: Iterate) -> bool:
     moved = rewind.moved()
     rewind()
     return moved
+
+
+def standard_error(rises: list[float]) -> float:
+    """The standard error of their mean; 0 for one, which is exact."""
+    return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
