@@ -333,7 +333,7 @@ def test_projections_of_each_task() -> None:
 
 
 def test_nothing_set() -> None:
-    result = bilevel.minimize(PROBLEM, X0, Y0, steps=30, data=bilevel.Episodes(task, tasks=2))
+    result = bilevel.minimize(PROBLEM, X0, Y0, steps=60, data=bilevel.Episodes(task, tasks=2))
     assert result.outcome is bilevel.Outcome.COMPLETED
     assert (result.history["upper_lr"] == 1e-3).all()
     assert bool((result.x > 0.01).all())

@@ -434,6 +434,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 return validate_data(self, X, **options), None
             refuse_mixed_labels(y)
             X, y = validate_data(self, X, y, **options)
+            if isinstance(X, np.ndarray) and np.isnan(X).all():
+                raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
             check_classification_targets(y)
             return X, column_or_1d(y)
 

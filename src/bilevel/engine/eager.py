@@ -28,6 +28,7 @@ from bilevel.variables import (
     buffers_kept,
     cast_large_gradients,
     differentiate,
+    form_of,
     frozen,
     require_finite,
     stored_values,
@@ -304,7 +305,10 @@ class EagerEvaluator(Evaluator):
 
     def state_form(self) -> Form:
         """What a saved state must look like."""
-        return record({"loss_scale": self._scaling.state_form()})
+        forms = {"loss_scale": self._scaling.state_form()}
+        if self.restart is not None:
+            forms["start"] = form_of(self.restart.state_dict())
+        return record(forms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""

@@ -19,6 +19,8 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count
 from bilevel.sampling.draw import Draw
 from bilevel.sampling.stream import Stream
+from bilevel.variables import Form
+from bilevel.variables.forms import record
 
 LOWER, UPPER = 0, 1
 """The places of the two batches in a pair."""
@@ -226,6 +228,9 @@ class EpisodicDraw(Draw):
 
     def state_dict(self) -> dict[str, Any]:
         return {"episodes": self.source.state_dict()}
+
+    def state_form(self) -> Form:
+        return record({"episodes": self.source.state_form()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.source.load_state_dict(state["episodes"])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -84,6 +84,7 @@ TREES = st.recursive(
 )
 
 
+@settings(deadline=None)  # it is the disk that takes its time
 @given(tree=TREES)
 def test_numbers_and_text_come_back(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "tree.safetensors"

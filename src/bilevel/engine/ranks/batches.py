@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bilevel.sampling import DirectionSize, Draw, Stream
+from bilevel.sampling import DirectionSize, Draw, EpisodicDraw, Stream
 from bilevel.variables import Form
 
 
@@ -81,6 +81,10 @@ class RankStream(Stream):
 
 def on_ranks(draw: Draw, failures: list[Exception]) -> Draw:
     """The same samples, from streams that do not keep the other ranks waiting."""
+    if isinstance(draw, EpisodicDraw):
+        if isinstance(draw.source, RankStream):
+            return draw
+        return EpisodicDraw(RankStream(draw.source, failures), draw.episodes, stacked=draw.stacked)
     if isinstance(draw.upper, RankStream):
         return draw
     return Draw(
