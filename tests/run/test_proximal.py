@@ -81,7 +81,7 @@ def test_the_strength_of_a_lasso_is_found(method: str) -> None:
         return 0.5 * ((X[:10] @ y - T[:10] - 2 * noise) ** 2).mean()
 
     term = bilevel.prox.L1(lambda x: x.exp())
-    given: Any = bilevel.F2SA(0.3, 0.5, multiplier=100.0, inner_steps=30)
+    given: Any = bilevel.F2SA(0.3, 0.1, multiplier=100.0, inner_steps=30)
     if method == "auto":
         given = bilevel.F2SA(upper_lr=0.5)
     problem = bilevel.Problem(upper, train, y_prox=term)
