@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError, ObjectiveError
+from tests.methods.common import OnceDifferentiable
 
 T, LR = 5, 0.1
 
@@ -154,21 +155,9 @@ def test_first_order_maml(kind: str) -> None:
             assert float((mine - slope).abs().max()) < 1e-12
 
 
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, v: Tensor) -> Tensor:
-        ctx.save_for_backward(v)
-        return v**2
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
 def test_first_order_needs_no_second_derivative() -> None:
     def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
-        return Once.apply(y - 1).sum()
+        return OnceDifferentiable.apply(y - 1).sum()
 
     problem = bilevel.Problem(lambda x, y, batch: ((y - 3) ** 2).sum(), lower)
     options: dict[str, Any] = {"lower_lr": 0.1, "upper_lr": 0.1, "start": lambda x: x}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import bilevel
 from bilevel.errors import ArgumentError, NotConvergedWarning, ObjectiveError
+from tests.methods.common import OnceDifferentiable
 
 N = 6
 
@@ -99,24 +100,11 @@ def test_single_precision_reaches_its_own_rounding() -> None:
     assert relative(x.grad.double(), B.T @ torch.linalg.solve(A, c)) < 1e-3
 
 
-class OnceOnly(torch.autograd.Function):
-    """The square, whose backward pass has no backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor) -> Tensor:
-        ctx.save_for_backward(v)
-        return v**2
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (v,) = ctx.saved_tensors
-        return 2 * v * grad
-
-
 def test_an_objective_that_can_be_differentiated_once_only() -> None:
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    y = bilevel.argmin(lambda x, y: OnceOnly.apply(y - x).sum() + y @ y, x, torch.zeros(2).double())
+    y = bilevel.argmin(
+        lambda x, y: 2 * OnceDifferentiable.apply(y - x).sum() + y @ y, x, torch.zeros(2).double()
+    )
     y.sum().backward()
     torch.testing.assert_close(y.detach(), x.detach() / 2)
     torch.testing.assert_close(x.grad, torch.full_like(x, 0.5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from sklearn.base import clone
 from torch import Tensor
 
-from bilevel.cleaning.learners import HeldBack
+from bilevel.cleaning.learners import Fitter, HeldBack
 from bilevel.cleaning.rows import FeatureRows, SparseFeatures
 
 _LEAST = 1e-6  # probability, so that logarithms are finite
@@ -21,7 +20,7 @@ def log_probabilities(p: Any) -> Any:
     return np.log(np.clip(np.asarray(p, dtype=np.float64), _LEAST, None))
 
 
-class ClassifierLearner:
+class ClassifierLearner(Fitter):
     """A classifier with ``predict_proba``; it is cloned and never changed.
 
     It is fitted to samples with a weight, all of which count alike: weights are 0 or 1 here.
@@ -49,19 +48,6 @@ class ClassifierLearner:
             return int(labels[kept][0])
         return clone(self.classifier).fit(_numbers(rows.part(kept)), labels[kept].numpy())
 
-    def fit_several(
-        self,
-        rows: FeatureRows,
-        labels: Tensor,
-        weights: Tensor,
-        ridge: float,
-        held: Sequence[HeldBack | None],
-        starts: Sequence[Any],
-    ) -> list[Any]:
-        """Fit one clone for each row of ``weights``."""
-        pairs = zip(weights, held, starts, strict=True)
-        return [self.fit(rows, labels, w, ridge, some, start) for w, some, start in pairs]
-
     def predict(self, y: Any, rows: FeatureRows) -> Tensor:
         """The logarithms of the probabilities of all rows."""
         p = np.zeros((len(rows), self.classes))
@@ -70,10 +56,6 @@ class ClassifierLearner:
         elif len(rows):
             p[:, y.classes_] = y.predict_proba(_numbers(rows))
         return torch.from_numpy(log_probabilities(p))
-
-    def finished(self, y: Any) -> Any:
-        """The classifier as it is."""
-        return y
 
 
 def _numbers(rows: FeatureRows) -> Any:

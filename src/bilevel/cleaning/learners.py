@@ -26,13 +26,68 @@ HeldBack: TypeAlias = tuple[FeatureRows, Tensor]
 """Trusted samples that are not trained on: their features and labels."""
 
 
-class Learner(ABC):
+class Fitter(ABC):
+    """A kind of model that is fitted to weighted samples.
+
+    Attributes:
+        classes: how many there are.
+    """
+
+    classes: int
+
+    @property
+    @abstractmethod
+    def ridges(self) -> tuple[float, float, float]:
+        """The smallest ridge that is tried, the first and the largest; all equal: no choice."""
+
+    @abstractmethod
+    def fit(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: HeldBack | None,
+        start: Any = None,
+    ) -> Any:
+        """Train on weighted samples, and return the variables.
+
+        Args:
+            rows, labels, weights: the samples; those of weight 0 are not used.
+            ridge: the factor of the penalty.
+            held: samples on which the end of training may be chosen.
+            start: the variables to start from; None: the model begins anew.
+        """
+
+    def fit_several(
+        self,
+        rows: FeatureRows,
+        labels: Tensor,
+        weights: Tensor,
+        ridge: float,
+        held: Sequence[HeldBack | None],
+        starts: Sequence[Any],
+    ) -> list[Any]:
+        """Train one model for each row of ``weights``, (models, samples), as :meth:`fit` does."""
+        return [
+            self.fit(rows, labels, w, ridge, some, start=start)
+            for w, some, start in zip(weights, held, starts, strict=True)
+        ]
+
+    @abstractmethod
+    def predict(self, y: Any, rows: FeatureRows) -> Tensor:
+        """The logits of all rows."""
+
+    def finished(self, y: Any) -> Any:
+        """The variables in the form that is kept for predictions."""
+        return y
+
+
+class Learner(Fitter):
     """A kind of model: how it serves as the lower level, and how it is fitted afterwards.
 
     The variables y of a model are a tree of tensors or an ``nn.Module``.
     """
-
-    classes: int
 
     @abstractmethod
     def start(self) -> Any:
@@ -77,45 +132,6 @@ class Learner(ABC):
     def ridge(self) -> float:
         """The ridge of the lower level."""
 
-    @property
-    @abstractmethod
-    def ridges(self) -> tuple[float, float, float]:
-        """The smallest ridge that is tried, the first and the largest; all equal: no choice."""
-
-    @abstractmethod
-    def fit(
-        self,
-        rows: FeatureRows,
-        labels: Tensor,
-        weights: Tensor,
-        ridge: float,
-        held: HeldBack | None,
-        start: Any = None,
-    ) -> Any:
-        """Train on weighted samples, and return the variables.
-
-        Args:
-            rows, labels, weights: the samples; those of weight 0 are not used.
-            ridge: the factor of the penalty.
-            held: samples on which the end of training may be chosen.
-            start: the variables to start from; None: those of :meth:`start`.
-        """
-
-    def fit_several(
-        self,
-        rows: FeatureRows,
-        labels: Tensor,
-        weights: Tensor,
-        ridge: float,
-        held: Sequence[HeldBack | None],
-        starts: Sequence[Any],
-    ) -> list[Any]:
-        """Train one model for each row of ``weights``, (models, samples), as :meth:`fit` does."""
-        return [
-            self.fit(rows, labels, w, ridge, some, start=start)
-            for w, some, start in zip(weights, held, starts, strict=True)
-        ]
-
     @torch.no_grad()
     def predict(self, y: Any, rows: FeatureRows) -> Tensor:
         """The logits of all rows."""
@@ -129,10 +145,6 @@ class Learner(ABC):
         """The logits of all rows by all folds, of shape (rows, folds, classes)."""
         places = torch.split(torch.arange(len(rows)), rows.chunk)
         return torch.cat([self.fold_logits(y, rows.take(some)) for some in places])
-
-    def finished(self, y: Any) -> Any:
-        """The variables in the form that is kept for predictions."""
-        return y
 
     def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         """sum_i w_i CE_i over the given samples."""

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,15 +212,13 @@ def _refuse_folders(folder: Path, names: Iterable[str]) -> None:
 def _make_folders(folder: Path) -> list[Path]:
     """Create ``folder`` and its parents where they are missing; those created, innermost first."""
     made: list[Path] = []
-    try:
+    with ExitStack() as undo:  # whatever ends this, a keyboard interrupt included
         for path in [*reversed(folder.parents), folder]:
             if not path.exists():
                 path.mkdir()
+                undo.callback(path.rmdir)
                 made.insert(0, path)
-    except BaseException:
-        for path in made:
-            path.rmdir()
-        raise
+        undo.pop_all()
     return made
 
 
