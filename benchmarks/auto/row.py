@@ -119,7 +119,7 @@ def measure(
         return row
     # The watch stopped the run. What does a user see whose run ends here by itself?
     steps = min(path.steps[-1], LONGEST)
-    alone = solve(case, seed, None, steps)
+    alone, _ = solve(case, seed, None, steps)
     silent = alone.crash is None and not alone.warnings and alone.outcome == "COMPLETED"
     return Row(problem, family, seed, tuned, path, alone, silent)
 

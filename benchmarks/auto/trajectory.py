@@ -101,12 +101,15 @@ def _rows(batch: Any) -> int | None:
 
 def solve(
     case: Case, seed: int, method: F2SA | None, steps: int, watch: Any = None, problem: Any = None
-) -> Ending:
-    """Call :func:`bilevel.minimize` as a user would; no method: with nothing set."""
+) -> tuple[Ending, float]:
+    """Call :func:`bilevel.minimize` as a user would, and judge its result.
+
+    No method: nothing is set. F is infinite after a crash.
+    """
     chosen: dict[str, Any] = {} if method is None else {"method": method}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        crash, outcome = None, "BROKEN"
+        crash, outcome, value = None, "BROKEN", math.inf
         try:
             result = minimize(
                 problem or case.problem,
@@ -118,12 +121,11 @@ def solve(
                 **case.data,
                 **chosen,
             )
-            outcome = result.outcome.name
+            outcome, value = result.outcome.name, case.value(result.x, result.y)
         except Exception as error:  # whatever it is, the user sees a traceback
             crash = f"{type(error).__name__}: {error}"[:300]
-    return Ending(
-        crash, outcome, sorted({f"{w.category.__name__}: {w.message}"[:300] for w in caught})
-    )
+    said = sorted({f"{w.category.__name__}: {w.message}"[:300] for w in caught})
+    return Ending(crash, outcome, said), value
 
 
 def follow(
@@ -162,5 +164,8 @@ def follow(
         return end
 
     since = time.process_time()
-    ending = solve(case, seed, method, steps, watch, problem)
+    ending, value = solve(case, seed, method, steps, watch, problem)
+    if ending.crash is None:
+        # The last step of x may not have been tested; the result is what the user gets.
+        path.values[-1] = value
     return path, ending

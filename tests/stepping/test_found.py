@@ -48,3 +48,92 @@ def test_the_lower_step_is_halved_where_g_rises_while_x_rests(
     assert infos[0].lower_lr > 2
     assert infos[-1].lower_lr < 2
     torch.testing.assert_close(solver.y, solver.x * TARGETS.mean(0), rtol=0.1, atol=0.0)
+
+
+class Ridge:
+    """Least squares with one strength softplus(x) per feature; y*(x) is known in closed form."""
+
+    def __init__(self, seed: int, rows: int = 30, features: int = 20) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        truth = torch.randn(features, generator=generator).double()
+        truth[features // 4 :] = 0
+
+        def drawn() -> tuple[Tensor, Tensor]:
+            inputs = torch.randn(rows, features, generator=generator).double()
+            return inputs, inputs @ truth + 0.5 * torch.randn(rows, generator=generator).double()
+
+        self.train, self.held_out = drawn(), drawn()
+        self.x0 = torch.full((features,), -4.0, dtype=torch.float64)
+        self.y0 = torch.zeros(features, dtype=torch.float64)
+
+    def upper(self, x: Tensor, y: Tensor, batch: object = None) -> Tensor:
+        inputs, targets = self.held_out
+        return 0.5 * ((inputs @ y - targets) ** 2).mean()
+
+    def lower(self, x: Tensor, y: Tensor, batch: object = None) -> Tensor:
+        inputs, targets = self.train
+        strengths = torch.nn.functional.softplus(x)
+        return 0.5 * ((inputs @ y - targets) ** 2).mean() + 0.5 * (strengths * y * y).sum()
+
+    def value(self, x: Tensor) -> float:
+        inputs, targets = self.train
+        strengths = torch.nn.functional.softplus(x)
+        hessian = inputs.T @ inputs / len(inputs) + torch.diag(strengths)
+        return float(self.upper(x, torch.linalg.solve(hessian, inputs.T @ targets / len(inputs))))
+
+    def solver(self) -> bilevel.Solver:
+        return bilevel.Solver(bilevel.Problem(self.upper, self.lower), self.x0, self.y0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_wherever_a_run_ends_its_result_is_below_its_start(seed: int) -> None:
+    ridge = Ridge(seed)
+    solver = ridge.solver()
+    start = ridge.value(ridge.x0)
+    for _ in range(80):
+        solver.step(measure=False)
+        found = ridge.value(solver.final_point()[0])
+        assert found <= (1 + 1e-9) * start, solver.k
+    assert found < 0.8 * start
+
+
+@pytest.mark.slow
+def test_the_momentum_of_a_rest_comes_back_with_the_state() -> None:
+    ridge = Ridge(0)
+    solver, resting = ridge.solver(), 0
+    for _ in range(40):
+        solver.step(measure=False)
+        other = ridge.solver()
+        other.load_state_dict(solver.state_dict())
+        resting += solver.state_dict()["state"]["policy"]["path"] is not None
+        onward = ridge.solver()
+        onward.load_state_dict(solver.state_dict())
+        for _ in range(3):
+            other.step(measure=False)
+        for _ in range(3):
+            onward.step(measure=False)
+            onward.load_state_dict(onward.state_dict())
+        assert torch.equal(other.x, onward.x)
+        assert torch.equal(other.y, onward.y)
+    assert resting > 2
+
+
+def test_y_that_was_set_loses_its_momentum() -> None:
+    ridge = Ridge(0)
+    solver = ridge.solver()
+    while not solver.state.policy.state_dict()["found"]["resting"]:
+        solver.step(measure=False)
+    solver.y = ridge.y0 + 1
+    assert not solver.state.policy.state_dict()["found"]["resting"]
+
+
+def test_a_gradient_that_overflows_is_a_curvature_without_bound() -> None:
+    ridge = Ridge(0)
+    solver = ridge.solver()
+    for _ in range(5):
+        solver.step(measure=False)
+    policy = solver.state.policy
+    assert policy.pace is not None
+    policy.pace.rate = 0.0  # as after a gradient that is infinite
+    assert policy._met() == float("inf")  # type: ignore[attr-defined]

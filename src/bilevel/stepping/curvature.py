@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from bilevel.problem import Level, Objectives
 from bilevel.sampling import Rewind
 from bilevel.variables import Variable, buffers_kept, differentiate, flatten, frozen, unflatten_like
 
@@ -41,6 +42,23 @@ def slope_of(
         return mean(flatten(y.take_grads()))
 
     return slope
+
+
+def probed_slopes(objectives: Objectives, x: Variable, level: Level, looks: int) -> list[Slope]:
+    """The gradient in y of f or g: on one batch, or on two minibatches that change each look.
+
+    Two say how noisy they are, and that one of them holds an outlier counts for less; the first
+    look sees the whole probe.
+    """
+    stream, objective = objectives.draw.lower, objectives.g
+    if level is Level.UPPER:
+        stream, objective = objectives.draw.upper, objectives.f
+    batches = [stream.peek()]
+    if not stream.deterministic and stream.probed:
+        probe = stream.probe()
+        count = min(2, len(probe)) if looks else len(probe)
+        batches = [probe[(2 * looks + i) % len(probe)] for i in range(count)]
+    return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
 
 
 def value_of(

@@ -44,6 +44,7 @@ def policy_form(policy: StepSizePolicy, variables: Sequence[Variable]) -> Form:
         "reference": maybe(_reference_form(mine, variables)),
         "curvatures": _curvatures_form(mine),
         "rested": many(real()),
+        "path": maybe(_path_form(variables)),
         "signal": real(0.0, nan=True, infinite=True),
     }
     declared = record({name: known.get(name, form_of(part)) for name, part in mine.items()})
@@ -80,11 +81,19 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         "places": each(places),
         "merits": many(real()),
         "lower": many(real()),
+        "latest": many(real()),
         "steepness": real(0.0, nan=True, infinite=True),
         "curvatures": _curvatures_form(mine),
         "settled": flag,
     }
     return record({field.name: known.get(field.name, anything) for field in fields(Reference)})
+
+
+def _path_form(variables: Sequence[Variable]) -> Form:
+    size = sum(leaf.numel() for leaf in variables[-1].leaves) if variables else 0
+    return record(
+        {"rate": real(0.0, nan=True), "momentum": real(1.0), "ends": many(tensor((size,)))}
+    )
 
 
 def _curvatures_form(mine: dict[str, Any]) -> Form:

@@ -16,12 +16,13 @@ it is. The test is failed if
 
     the merit rose by more than a tenth of what the direction had promised, beyond three standard
     errors and what it drifts by while x rests;
-    or y met a curvature more than four times that at the start of the window;
+    or y met a curvature more than four times that at the reference;
     or the copies of y could not settle; or a number was not finite.
 
-Then x and all copies of y go back to where the window began, and x rests for one outer step, in
-which the merit there is measured anew. If the step has failed against that too, it is shortened: to
-the minimum of the parabola through the two values and the slope, between a tenth and a half.
+The reference is where the merit was last seen to fall, so that many small rises count together.
+After a failure x and all copies of y go back there, and x rests for one outer step, in which the
+merit there is measured anew. If the step has failed against that too, it is shortened: to the
+minimum of the parabola through the two values and the slope, between a tenth and a half.
 
 After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where d and d' are the
 directions at the two ends and s the way between them, but at most twice the last step. Under noise
@@ -54,8 +55,8 @@ from torch import Tensor
 from bilevel.errors import FlatWarning, StateError, warn
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
-from bilevel.stepping.curvature import Curvature, Slope, cosine, mean_of, slope_of
-from bilevel.stepping.memory import Numbers, Reference, places_of
+from bilevel.stepping.curvature import Curvature, Slope, cosine, mean_of, probed_slopes
+from bilevel.stepping.memory import Numbers, Reference, reference_at
 from bilevel.stepping.merit import Merits, is_noisy, merits_at, standard_error
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
@@ -66,11 +67,8 @@ FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
 """Windows are counted in outer steps of so many inner steps: fewer do not let y follow x."""
 
-LONGEST_WINDOW = 64
-"""Beyond this a look costs next to nothing, and a window that fails costs much."""
-
-GROWING_WINDOW = 8
-"""While the step still grows, windows are short: a look then costs about a step."""
+LONGEST_WINDOW, GROWING_WINDOW = 64, 8
+"""In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
 WINDOW_OF_GIVEN_STEPS = 8
 """The longest window where the steps of x are given, which nothing tests."""
@@ -85,10 +83,8 @@ LEAST_SHARE = 1e-3
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
 
-MOST_RESTS = 10
+MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
-
-LATER_RESTS = 3
 
 MOST_RETURNS = 30
 """After so many returns in a row the step is next to nothing, and shortening it does not help."""
@@ -122,11 +118,10 @@ class FoundSizes(GivenSizes):
         super().__init__(rates)
         self._stiffness = stiffness
         self._raises = raises
-        self._inner_steps = inner_steps
         self._unit = -(-REFERENCE_INNER_STEPS // inner_steps)
         self._curvatures = [Curvature(y, seed) for seed in range(0 if stiffness is None else 2)]
         self._tests = rates.upper is None
-        self._follows_path = follows_path and stiffness is not None
+        self._path = Pace(inner_steps) if follows_path and stiffness is not None else None
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
         self._reference: Reference | None = None
@@ -136,7 +131,10 @@ class FoundSizes(GivenSizes):
         self._slope_of_f: Slope | None = None
 
     def without_pace(self) -> None:
-        self._follows_path, self.pace = False, None
+        self._path = self.pace = None
+
+    def forget_momentum(self) -> None:
+        self._numbers.resting = False
 
     # Before an outer step
 
@@ -152,8 +150,7 @@ class FoundSizes(GivenSizes):
         look, self.returned = self._look_is_due(state), False
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
-            if self._follows_path and not self._noisy:
-                self.pace = Pace(self._inner_steps)
+            self.pace = None if self._noisy else self._path
         n.since += 1
         self.due = look and self._tests
         if look:
@@ -185,7 +182,8 @@ class FoundSizes(GivenSizes):
         sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
         self._changes = False
         if self.pace is not None:
-            self.pace.begin(float(sizes.lower), self._signal / float(multiplier))
+            signal = self._signal / float(multiplier)
+            self.pace.begin(float(sizes.lower), signal, goes_on=n.resting)
 
     def _lower_step(self) -> float:
         n = self._numbers
@@ -198,8 +196,8 @@ class FoundSizes(GivenSizes):
         if self._stiffness is None:
             return
         n, y, noisy = self._numbers, state.solution, bool(self._noisy)
-        of_g = self._slopes(objectives, state.x, Level.LOWER)
-        of_f = self._slopes(objectives, state.x, Level.UPPER)
+        of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
+        of_f = probed_slopes(objectives, state.x, Level.UPPER, n.looks)
         lower, upper = mean_of(of_g), mean_of(of_f)
         self._slope_of_f = upper
         g, f = self._curvatures
@@ -220,22 +218,6 @@ class FoundSizes(GivenSizes):
         if not self._tests:
             n.looks += 1
 
-    def _slopes(self, objectives: Objectives, x: Variable, level: Level) -> list[Slope]:
-        """The gradient in y of f or g: on one batch, or on two minibatches that change each look.
-
-        Two say how noisy they are, and that one of them holds an outlier counts for less.
-        """
-        stream, objective = objectives.draw.lower, objectives.g
-        if level is Level.UPPER:
-            stream, objective = objectives.draw.upper, objectives.f
-        batches = [stream.peek()]
-        if not stream.deterministic and stream.probed:
-            probe = stream.probe()
-            looks = self._numbers.looks
-            count = min(2, len(probe)) if looks else len(probe)
-            batches = [probe[(2 * looks + i) % len(probe)] for i in range(count)]
-        return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
-
     def _raise_multiplier(self, state: Iterate) -> bool:
         """Make the finite difference finer where f changes its slope within it; whether it did."""
         if not self._raises or state.penalised is None:
@@ -254,10 +236,14 @@ class FoundSizes(GivenSizes):
         raised = min(now * min(change / SLOPE_CHANGE, 10.0), most)
         if not raised > now:
             return False
-        state.contract_copies(now / raised)
+        self._contract(state, now / raised)
         self._numbers.multiplier = raised
         self._rest_at_new_start()
         return True
+
+    def _contract(self, state: Iterate, share: float) -> None:
+        state.contract_copies(share)
+        self.forget_momentum()
 
     def _rest_at_new_start(self) -> None:
         """The merit is another one from now on: measure it before x moves again."""
@@ -281,9 +267,12 @@ class FoundSizes(GivenSizes):
                 self._rested = found.lower
             self._rest_at_new_start()
             return 0.0
+        n.resting = True
         upper = self._tested(state, direction, found)
         if not self.returned:
             self._rested = [] if upper else found.lower
+        if upper or self.returned:
+            n.resting = False
         return upper
 
     def _lower_rose(self, found: Merits) -> bool:
@@ -326,7 +315,9 @@ class FoundSizes(GivenSizes):
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
         lags = before.settled and not settled
-        if lags and not steeper and n.rests < LATER_RESTS:
+        if lags and not (steeper or self._closing) and n.rests < LATER_RESTS:
+            if not near:
+                self._contract(state, 0.0)  # y solves g better than z; both go on from one place
             n.rests += 1
             return 0.0
         way = flatten(state.x.leaves) - before.x
@@ -337,14 +328,17 @@ class FoundSizes(GivenSizes):
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
         rose = rise > TOLERATED * n.promised + n.drift + SURE * error + rounding
-        if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= n.promised:
+        # what y may have left to fall is of the order of the gap
+        excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
+        if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= excused:
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
-        self._learn(way, direction - before.direction, rise, error)
+        self._learn(way, direction - before.direction, merits, before.latest)
         n.returns, n.drift = 0, n.drift / 2
-        return self._go_on(state, direction, found, settled)
+        gained = not rises or rise < -error
+        return self._go_on(state, direction, found, settled, keep=not gained)
 
     def _shorten(self, rise: float) -> None:
         """The step after a window that failed, by which the merit rose by so much."""
@@ -355,19 +349,21 @@ class FoundSizes(GivenSizes):
             n.upper *= 0.5
         else:
             n.upper *= min(0.5, max(0.5 * n.promised / (n.promised + rise), 0.1))
-        if self._noisy:
-            n.upper = max(n.upper, LEAST_SHARE * n.first)
 
     def _met(self) -> float:
         """The curvature that the lower steps met in the last outer step."""
-        felt = 0.0 if self.pace is None else 1 / self.pace.rate
-        return max(self._numbers.steepness, felt)
+        if self.pace is None:
+            return self._numbers.steepness
+        if not self.pace.rate:
+            return math.inf  # a gradient overflowed on the way
+        return max(self._numbers.steepness, 1 / self.pace.rate)
 
-    def _learn(self, way: Tensor, turn: Tensor, rise: float, error: float) -> None:
-        """The step after a window that passed the test."""
+    def _learn(self, way: Tensor, turn: Tensor, merits: list[float], latest: list[float]) -> None:
+        """The step after a window that passed the test, and the merits at its two ends."""
         n = self._numbers
         if self._noisy:
-            fell = rise < -error
+            rises = [here - there for here, there in zip(merits, latest, strict=False)]
+            fell = bool(rises) and statistics.fmean(rises) < -standard_error(rises)
             n.upper *= 2.0 if fell else 0.8 ** (n.window / LONGEST_WINDOW / self._unit)
             longest = GROWING_WINDOW if fell else LONGEST_WINDOW
             n.window = max(n.window, min(2 * n.window, longest * self._unit))
@@ -376,8 +372,15 @@ class FoundSizes(GivenSizes):
         secant = float(way @ way) / bend if bend > 0 else math.inf
         n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
 
-    def _go_on(self, state: Iterate, direction: Tensor, found: Merits, settled: bool) -> float:
-        """Begin a window here; the step of x."""
+    def _go_on(
+        self,
+        state: Iterate,
+        direction: Tensor,
+        found: Merits,
+        settled: bool,
+        keep: bool = False,
+    ) -> float:
+        """Begin a window here; the step of x. ``keep``: what is tested against stays as it is."""
         n = self._numbers
         if self._closing:
             return 0.0
@@ -388,16 +391,11 @@ class FoundSizes(GivenSizes):
             if raised:
                 return 0.0
         n.rests, n.measuring = 0, False
-        self._reference = Reference(
-            flatten(state.x.leaves).detach(),
-            places_of(state),
-            direction,
-            found.values,
-            found.lower,
-            self._met(),
-            saved(self._curvatures),
-            settled,
-        )
+        if keep and self._reference is not None:
+            self._reference.latest = found.values
+        else:
+            known = self._met(), saved(self._curvatures), settled
+            self._reference = reference_at(state, direction, found, *known)
         norm = float(direction.norm())
         if not norm:
             if math.isnan(n.upper) and n.looks == MOST_RESTS and self._feels_f(state):
@@ -416,7 +414,8 @@ class FoundSizes(GivenSizes):
             n.upper = n.first = min(length, promise or length) / norm / self._unit
         if self._noisy:
             size = max(1.0, float(x.abs().median()))
-            n.upper = min(n.upper, LONGEST_MOVE * size / float(direction.abs().max()))
+            longest = LONGEST_MOVE * size / float(direction.abs().max())
+            n.upper = min(max(n.upper, LEAST_SHARE * n.first), longest)
         return n.upper
 
     def _feels_f(self, state: Iterate) -> bool:
@@ -469,14 +468,15 @@ class FoundSizes(GivenSizes):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was found and measured."""
-        reference = None if self._reference is None else vars(self._reference)
+        n, reference = self._numbers, None if self._reference is None else vars(self._reference)
         return {
             **super().state_dict(),
             "tests": self._tests,
-            "found": asdict(self._numbers),
+            "found": asdict(n),
             "curvatures": saved(self._curvatures),
             "reference": saved(reference),
             "rested": self._rested,
+            "path": saved(self._path.state_dict()) if self._path and n.resting else None,
             "signal": self._signal,
         }
 
@@ -493,4 +493,6 @@ class FoundSizes(GivenSizes):
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._rested = list(state["rested"])
+        if self._path is not None and state["path"] is not None:
+            self._path.load_state_dict(saved(state["path"]))
         self._signal, self._closing = state["signal"], False

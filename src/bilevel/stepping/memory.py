@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import StateError
+from bilevel.stepping.merit import Merits
 from bilevel.stepping.policy import Iterate
+from bilevel.variables import flatten
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Numbers:
         steepness: the curvature that the lower steps meet.
         returns: how often x went back since a window last passed.
         measuring: whether x rests until its merit is known.
+        resting: whether neither x nor y was moved since the last inner step.
     """
 
     upper: float = math.nan
@@ -53,6 +56,7 @@ class Numbers:
     steepness: float = 0.0
     returns: int = 0
     measuring: bool = True
+    resting: bool = False
 
     @classmethod
     def checked(cls, found: Any) -> Numbers:
@@ -65,13 +69,14 @@ class Numbers:
 
 @dataclass
 class Reference:
-    """Where a window began.
+    """Where the merit was last seen to fall: what follows is tested against it, or goes back there.
 
     Attributes:
         x: the upper variable, flat.
         places: the leaves and buffers of x and of all copies of y.
         direction: that of x.
         merits: on each minibatch of the probe; empty where the data cannot be sampled again.
+        latest: the same at the end of the last window.
         lower: g at the lower solution on each of them.
         steepness: the curvature that the lower steps met.
         curvatures: what is known of those of g and f.
@@ -82,12 +87,25 @@ class Reference:
     places: list[list[Tensor]]
     direction: Tensor
     merits: list[float]
+    latest: list[float]
     lower: list[float]
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool
 
 
-def places_of(state: Iterate) -> list[list[Tensor]]:
-    """Copies of the leaves and buffers of every variable."""
-    return [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
+def reference_at(
+    state: Iterate,
+    direction: Tensor,
+    found: Merits,
+    steepness: float,
+    curvatures: list[dict[str, Any]],
+    settled: bool,
+) -> Reference:
+    """The reference that is where the state is now."""
+    x = flatten(state.x.leaves).detach()
+    places = [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
+    merits = found.values
+    return Reference(
+        x, places, direction, merits, merits, found.lower, steepness, curvatures, settled
+    )

@@ -7,15 +7,16 @@ At each inner step the gradients at two points of the path give the curvature be
 and the step is never longer than 1/L_t: that x has moved to where g is steeper is felt one inner
 step later. The steps are Nesterov's, all copies with one length and one momentum, so that their
 difference obeys the same recursion; momentum starts afresh where a copy goes uphill (O'Donoghue
-and Candes 2015). Inner steps go on until the copies have *settled*: what is left of their gradients
-is small beside ||grad_y f|| / lam, the pull that keeps y and z apart.
+and Candes 2015), and where x or y was moved in between. Inner steps go on until the copies have
+*settled*: what is left of their gradients is small beside ||grad_y f|| / lam, the pull that keeps y
+and z apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,12 +62,21 @@ class Pace:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._ends: list[Tensor] = []
 
-    def begin(self, rate: float, signal: float) -> None:
-        """Start an outer step: the longest step that is safe, and ||grad_y f|| / lam."""
-        self.rate, self._signal = rate, signal
+    def begin(self, rate: float, signal: float, *, goes_on: bool = False) -> None:
+        """Start an outer step: the longest step that is safe, and ||grad_y f|| / lam.
+
+        ``goes_on``: nothing has moved since the last one, and momentum is kept.
+        """
+        self._signal = signal
         self.settled = False
-        self._taken, self._momentum = 0, 1.0
-        self._before, self._ends = [], []
+        self._taken = 0
+        self._before = []
+        if goes_on:
+            self.rate = min(rate, self.rate)
+            return
+        self.rate = rate
+        self._momentum = 1.0
+        self._ends = []
 
     @property
     def done(self) -> bool:
@@ -103,7 +113,8 @@ class Pace:
         ends = [flatten(m.update.variable.leaves) for m in moves]
         ways = [end - old for end, old in zip(ends, self._ends, strict=False)]
         self._ends = ends
-        if not ways or any(float(slope @ way) > 0 for slope, way in zip(slopes, ways, strict=True)):
+        uphill = any(float(slope @ way) > 0 for slope, way in zip(slopes, ways, strict=False))
+        if uphill or len(ways) < len(ends):
             self._momentum = 1.0
             return
         after = (1 + math.sqrt(1 + 4 * self._momentum**2)) / 2
@@ -114,3 +125,12 @@ class Pace:
             leaves = m.update.variable.leaves
             torch._foreach_add_(leaves, unflatten_like(way, leaves), alpha=share)
             m.update.project()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an outer step that goes on needs of the last one."""
+        return {"rate": self.rate, "momentum": self._momentum, "ends": self._ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.rate, self._momentum = state["rate"], state["momentum"]
+        self._ends = list(state["ends"])

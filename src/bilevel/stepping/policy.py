@@ -63,6 +63,9 @@ class GivenSizes:
     def without_pace(self) -> None:
         """Give every inner step the length that :attr:`current` says, as compiled steps need it."""
 
+    def forget_momentum(self) -> None:
+        """The copies of y were put elsewhere: what was their way there says nothing."""
+
     def looks_next(self, state: Iterate) -> bool:
         """Whether :meth:`at` is going to evaluate the objectives."""
         return False
