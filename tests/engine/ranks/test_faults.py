@@ -403,6 +403,23 @@ def test_a_callback_on_one_rank_stops_all(two: Ranks) -> None:
     assert two.run(_stopped) == [("STOPPED", 4)] * 2
 
 
+def _callback_raises(rank: int) -> tuple[str, str]:
+    def callback(solver: bilevel.Solver, info: Any) -> None:
+        if rank == 1 and info.step == 3:
+            raise KeyError("mine")
+
+    return raised(
+        lambda: solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=9, callback=callback)
+    )
+
+
+def test_a_callback_that_raises_on_one_rank_raises_on_all(two: Ranks) -> None:
+    first, second = two.run(_callback_raises)
+    assert second == ("KeyError", "'mine'")
+    assert first[0] == "DistributedError"
+    assert "the callback raised on another rank after step 3" in first[1]
+
+
 def _ended(rank: int, **limit: float) -> tuple[str, int]:
     result = solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=10**5, **limit)
     return result.outcome.name, result.steps
