@@ -43,6 +43,7 @@ class Row:
             by an error that names the file.
         kills: the number of kills.
         while_saving: the number of kills while a checkpoint was being written.
+        while_compiling: the number of kills before a process had taken its first, compiled step.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Row:
     held: int
     kills: int = 0
     while_saving: int = 0
+    while_compiling: int = 0
 
 
 def refusals(count: int, seed: int, folder: Path) -> list[Row]:
@@ -91,7 +93,7 @@ def run(
     names = list(islice(cycle(TASKS), runs))
     with tempfile.TemporaryDirectory() as folder:
         killer = Killer(STEPS, seed, Path(folder))
-        found: dict[str, list[tuple[bool, int, int]]] = {}
+        found: dict[str, list[tuple[bool, int, int, int]]] = {}
         for name in track(names):
             found.setdefault(name, []).append(killer.kill_and_resume(name))
         rows = [
@@ -109,7 +111,7 @@ def table(rows: Sequence[Row]) -> Table:
             "all",
             *(
                 sum(getattr(row, field) for row in rows if row.what == what)
-                for field in ("tried", "held", "kills", "while_saving")
+                for field in ("tried", "held", "kills", "while_saving", "while_compiling")
             ),
         )
         for what in ("killed", "damaged")
@@ -124,5 +126,6 @@ def table(rows: Sequence[Row]) -> Table:
             "held": lambda row: row.held,
             "kills": lambda row: row.kills,
             "while saving": lambda row: row.while_saving,
+            "while compiling": lambda row: row.while_compiling,
         },
     )

@@ -116,3 +116,6 @@ TASKS: dict[str, Callable[[], dict[str, Any]]] = {
     "compiled": _compiled,
 }
 """Functions that return the arguments of a run, by the name of the run."""
+
+COMPILED = frozenset({"compiled"})
+"""The runs that compile their steps."""

@@ -90,3 +90,13 @@ def test_a_run_of_wandb_is_told_every_step() -> None:
 def test_what_is_no_run_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match=r"run"):
         bilevel.loggers.WandB("my-project")
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/events", "a" * 300])
+def test_a_folder_that_cannot_be_one_is_refused(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(bilevel.errors.OutputError, match="folder="):
+        bilevel.loggers.TensorBoard(folder)

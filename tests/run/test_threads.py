@@ -249,3 +249,55 @@ def test_minimize_in_threads_gives_the_same_bits() -> None:
     with ThreadPoolExecutor(3) as pool:
         for found in pool.map(minimized, range(3)):
             assert torch.equal(found, alone)
+
+
+def test_a_step_within_a_step_of_the_same_solver_is_refused() -> None:
+    solvers: list[bilevel.Solver] = []
+
+    def again(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        if solvers:
+            solvers[0].step()
+        return lower(x, y, batch)
+
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, again), torch.ones(2), torch.zeros(2), lower_data=ROWS
+    )
+    solvers.append(solver)
+    with pytest.raises(bilevel.errors.ObjectiveError, match=r"solver\.step\(\) was called by"):
+        solver.step()
+    solvers.clear()
+    solver.step()
+    assert solver.k == 1
+
+
+def test_an_objective_may_read_the_run_that_evaluates_it() -> None:
+    """It must not change the random numbers of the run, nor those of the program around it."""
+    solvers: list[bilevel.Solver] = []
+    drawn: list[float] = []
+
+    def reading(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        before = torch.rand(())
+        for solver in solvers:
+            assert solver.x.shape == (2,)
+            assert "randomness" in solver.state_dict()
+        drawn.extend([before.item(), torch.rand(()).item()])
+        return lower(x, y, batch)
+
+    torch.manual_seed(3)
+    outside = torch.get_rng_state()
+    method = bilevel.F2SA(lower_lr=0.1, upper_lr=0.1, inner_steps=1)
+    both = []
+    for reads in (False, True):
+        drawn.clear()
+        solvers.clear()
+        solver = bilevel.Solver(
+            bilevel.Problem(upper, reading), torch.ones(2), torch.zeros(2), method=method,
+            lower_data=ROWS,
+        )  # fmt: skip
+        if reads:
+            solvers.append(solver)
+        solver.step()
+        both.append(list(drawn))
+    assert both[0] == both[1]
+    assert len(set(both[0])) > 2
+    assert torch.equal(torch.get_rng_state(), outside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "give either X_clean and y_clean together, or trusted, or neither of them; y_clean "
                 "may go with trusted, too"
             )
-        rng = check_random_state(self.random_state)
+        rng = _random_state(self.random_state)
         y, votes = majority_of(y)
         if pred_probs is None:
             X, y = self._validated(X, y, reset=True)
@@ -444,3 +445,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True
         return tags
+
+
+def _random_state(given: Any) -> np.random.RandomState:
+    """scikit-learn's generator for a ``random_state``."""
+    try:
+        state: np.random.RandomState = check_random_state(given)
+    except ValueError as error:
+        raise ArgumentError(
+            f"random_state must be a whole number from 0 to 2**32 - 1, None or a RandomState, not "
+            f"{reprlib.repr(given)}"
+        ) from error
+    return state

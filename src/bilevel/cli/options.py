@@ -19,7 +19,10 @@ DataDir = Annotated[
         help="The folder that holds the data sets; they are downloaded if it is not given.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="The seed of all random numbers.")]
+LARGEST_SEED = 2**32 - 1
+"""Of NumPy's generators; those of torch take more."""
+
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The seed of all random numbers.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the results that the output folder holds.")
 ]

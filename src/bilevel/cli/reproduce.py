@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from bilevel.cli.options import CheckpointFolder, DataDir, JsonFile, Resume, Seed
+from bilevel.cli.options import LARGEST_SEED, CheckpointFolder, DataDir, JsonFile, Resume, Seed
 from bilevel.cli.output import check_files, console, open_ledger, parts_done, say, write_json
 from bilevel.experiments import Machine, torch_threads
 from bilevel.experiments import cleaning as cleaning_experiment
@@ -71,7 +71,9 @@ def cleaning(
     seeds: Annotated[
         int, typer.Option(min=1, help="The number of runs of each method, each with its own seed.")
     ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the first run's batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="The seed of the first run's batches.")
+    ] = 0,
     settings: Annotated[
         Path | None,
         typer.Option(

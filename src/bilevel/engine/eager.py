@@ -280,7 +280,17 @@ class EagerEvaluator(Evaluator):
         begun = [(value, seed(value, w)) for _, value, w in weighted if value.requires_grad]
         if begun:
             values, seeds = zip(*begun, strict=True)
-            differentiate(values, phi.leaves(), phi.wrappers(), seeds)
+            self._backward_pass(values, phi.leaves(), phi.wrappers(), seeds)
+
+    def _backward_pass(
+        self,
+        values: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        wrappers: Sequence[Any],
+        seeds: Sequence[Tensor],
+    ) -> None:
+        """As :func:`bilevel.variables.differentiate`."""
+        differentiate(values, leaves, wrappers, seeds)
 
     def move(self, moves: Sequence[Move], *, averaged: bool = False) -> None:
         self._check.gradients([(m.variable, m.length) for m in moves], averaged=averaged)
@@ -397,7 +407,7 @@ class EagerEvaluator(Evaluator):
             if value.requires_grad:
                 weight = 1.0 if term.level is Level.UPPER else phi.multiplier
                 seeds = [seed(value, weight * term.weight * scale)]
-                differentiate([value], phi.leaves(term.y), phi.wrappers(term.y), seeds)
+                self._backward_pass([value], phi.leaves(term.y), phi.wrappers(term.y), seeds)
             del value  # the last reference to the activations
             if not term.last:
                 # set aside: added to on the leaves, each gradient of the next term is a kernel

@@ -31,6 +31,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
+def check_seed(name: str, value: Any) -> None:
+    """Raise unless a ``torch.Generator`` takes ``value`` as its seed."""
+    check_count(name, value, least=0)
+    if value >= 2**63:
+        raise ArgumentError(f"{name} must be below 2**63, not {reprlib.repr(value)}")
+
+
 def check_function(name: str, value: Any, *arguments: str, expected: str = "") -> None:
     """Raise unless ``value`` can be called with so many arguments, which messages call by names.
 
@@ -53,11 +60,19 @@ def check_flag(name: str, value: Any) -> None:
         raise ArgumentTypeError(f"{name} must be True or False, not {value!r}")
 
 
+def as_float(value: Any) -> float:
+    """``value`` as a float; whole numbers that are too large for one are infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def checked_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
     """``value`` as a finite float of at least ``least`` (``above``: greater than it)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{name} must be a number, not {value!r}")
-    result = float(value)
+    result = as_float(value)
     if not math.isfinite(result) or result < least or (above and result == least):
         relation = "greater than" if above else "at least"
         bound = "" if least == -math.inf else f" and {relation} {least:g}"

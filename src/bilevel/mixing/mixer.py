@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_count, check_function, checked_number
+from bilevel.errors.checks import check_function, check_seed, checked_number
 from bilevel.methods import F2SA, Info, Method, method_of
 from bilevel.mixing.mixture import Mixture, weight_key
 from bilevel.mixing.tokens import LanguageModelLoss, TokenBatch, check_batch
@@ -89,7 +89,7 @@ class DataMixer:
             raise ArgumentTypeError(f"model must be an nn.Module, not {model!r}")
         if next(model.parameters(), None) is None:
             raise ArgumentError("model has no parameters; there is nothing to train")
-        check_count("seed", seed, least=0)
+        check_seed("seed", seed)
         settings = {"model_lr": model_lr, "weight_lr": weight_lr, "multiplier": multiplier}
         chosen = {name: value for name, value in settings.items() if value is not None}
         if method is not None and chosen:

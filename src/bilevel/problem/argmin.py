@@ -19,15 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from bilevel.errors import (
-    ArgumentTypeError,
-    NotConvergedWarning,
-    ObjectiveError,
-    warn,
-)
-from bilevel.errors.checks import check_count, checked_number
+from bilevel.errors import NotConvergedWarning, ObjectiveError, warn
+from bilevel.errors.checks import check_count, check_function, checked_number
 from bilevel.problem.prox import Term, refuse_both, terms_of
 from bilevel.problem.sets import projections
 from bilevel.variables import (
@@ -140,8 +134,7 @@ def fixed_point(
 def _layer(
     kind: type[Any], name: str, function: Objective, x: Any, y0: Any, tolerance: float, steps: int
 ) -> Any:
-    if not callable(function):
-        raise ArgumentTypeError(f"{name} must be a function of (x, y), not {function!r}")
+    check_function(name, function, "x", "y")
     checked_number("tolerance", tolerance)
     check_count("steps", steps)
     return kind(function, Variable(x, "x"), Variable.copy_of(y0, "y"), tolerance, steps)
@@ -332,8 +325,29 @@ class _Solution(torch.autograd.Function):
         return tuple(part.clone() for part in unflatten_like(y, layer.y.leaves))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         y, *x = ctx.saved_tensors
-        gradients = ctx.layer.pull_back(x, y, flatten(cotangents).to(y.dtype))
+        with torch.no_grad():
+            gradients = ctx.layer.pull_back(x, y, flatten(cotangents).to(y.dtype))
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = [_Once.apply(slope, *x, *cotangents) for slope in gradients]  # type: ignore[no-untyped-call]
         return None, *gradients
+
+
+class _Once(torch.autograd.Function):
+    """A first derivative, connected to what it depends on.
+
+    torch's ``once_differentiable`` leaves it without a connection to x, so that a second derivative
+    of a sum in which a layer is one term would silently be that of the other terms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, slope: Tensor, *inputs: Tensor) -> Tensor:
+        return slope.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        raise ObjectiveError(
+            "the gradient of argmin or fixed_point was differentiated again, but these layers have "
+            "first derivatives only; detach the gradient, or use create_graph=False"
+        )

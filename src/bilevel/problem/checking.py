@@ -136,7 +136,10 @@ def _unwritten(name: str, x: Variable, y: Variable, batch: Any) -> Iterator[None
 def _trace(tensor: Tensor) -> tuple[int, Tensor]:
     """What changes when a tensor is written to; the sum shows what is written through .data."""
     version = 0 if tensor.is_inference() else tensor._version
-    return version, (tensor.values() if tensor.is_sparse else tensor).detach().sum()
+    values = (tensor.values() if tensor.is_sparse else tensor).detach()
+    if values.is_floating_point() and values.element_size() == 1:  # torch cannot add up float8
+        values = values.float()
+    return version, values.sum()
 
 
 def _tensors(batch: Any, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
-from bilevel.errors.checks import check_function
+from bilevel.errors.checks import as_float, check_function
 from bilevel.problem.prox import Term, terms_of
 from bilevel.problem.sets import Projection, projections
 from bilevel.sampling import Draw
@@ -174,6 +174,8 @@ def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> Metrics:
                 f"with names of text"
             )
     return {
-        f"{name}/{key}": value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+        f"{name}/{key}": value.detach().reshape(())
+        if isinstance(value, Tensor)
+        else as_float(value)
         for key, value in metrics.items()
     }

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_function
+from bilevel.errors.checks import as_float, check_function
 from bilevel.variables import Variable
 
 Projection: TypeAlias = Callable[[Tensor], Tensor]
@@ -101,7 +101,7 @@ def _common_shape(a: torch.Size, b: torch.Size, of_a: str, of_b: str) -> torch.S
 def _check_size(kind: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{kind} needs a number as {name}, not {value!r}")
-    if not 0 < float(value) < math.inf:
+    if not 0 < as_float(value) < math.inf:
         raise ArgumentError(f"{kind} needs a finite {name} > 0, not {value!r}")
 
 

@@ -21,7 +21,7 @@ from bilevel.problems.exact import implicit_gradient, solve_lower, upper_slope
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.sampling import Draw, NoData, Sample
-from bilevel.variables import Variable, flatten, frozen, to_dense
+from bilevel.variables import Variable, first_not_finite, flatten, frozen, to_dense
 
 
 def hypergradient(
@@ -59,7 +59,7 @@ def hypergradient(
     """
     _check_problem(problem)
     check_flag("solve", solve)
-    at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
+    at_x, at_y = _finite_copy(x, "x"), _finite_copy(y, "y")
     sample = Sample(upper_batch, lower_batch)
     with torch.enable_grad():
         if solve:
@@ -125,7 +125,7 @@ def check_hypergradient(
     _check_problem(problem)
     stencil, lam = _stencil_and_multiplier(method_of(method), multiplier)
     sample = Sample(upper_batch, lower_batch)
-    at_x, at_y = Variable.copy_of(x, "x"), Variable.copy_of(y, "y")
+    at_x, at_y = _finite_copy(x, "x"), _finite_copy(y, "y")
     with torch.enable_grad():
         solve_lower(problem, at_x, at_y, sample)
         exact = implicit_gradient(problem, at_x, at_y, sample)
@@ -201,6 +201,15 @@ def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: f
     with torch.no_grad():
         above = problem.value(x) - problem.value(problem.solution)
         return above + l_g1 * multiplier * (errors.y**2 + 0.5 * errors.z**2)
+
+
+def _finite_copy(value: Any, name: str) -> Variable:
+    """The variable at a point, all of whose numbers are finite."""
+    copy = Variable.copy_of(value, name)
+    bad = first_not_finite(copy.names, copy.leaves)
+    if bad is not None:
+        raise ArgumentError(f"{bad} holds a number that is not finite")
+    return copy
 
 
 def _check_problem(problem: Problem) -> None:

@@ -75,6 +75,11 @@ def _checked(answer: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"x has the shape {tuple(x.shape)}, but x of this problem has the shape "
                 f"{tuple(self.x0.shape)}"
             )
+        if x.dtype != self.x0.dtype or x.device != self.x0.device:
+            raise ArgumentError(
+                f"x is {x.dtype} on {x.device}, but this problem is {self.x0.dtype} on "
+                f"{self.x0.device}; move x there with x.to(problem.x0)"
+            )
         if "multiplier" in given.arguments:
             multiplier = given.arguments["multiplier"]
             given.arguments["multiplier"] = checked_number("multiplier", multiplier, above=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from bilevel.errors import ArgumentError, NotConvergedError
-from bilevel.errors.checks import check_count, check_dtype, checked_number
+from bilevel.errors.checks import check_count, check_dtype, check_seed, checked_number
 from bilevel.problems.known import KnownProblem
 
 
@@ -56,7 +56,7 @@ class WeightedLogistic(KnownProblem):
         if checked_number("noise", noise) >= 1:
             raise ArgumentError(f"noise must be below 1, not {noise!r}")
         checked_number("ridge", ridge, above=True)
-        check_count("seed", seed, least=0)
+        check_seed("seed", seed)
         check_dtype("dtype", dtype)
         super().__init__(self._upper, self._lower)
         generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import (
     check_count,
     check_dtype,
+    check_seed,
     check_tensor,
     checked_device,
     checked_number,
@@ -69,7 +70,7 @@ class LeastSquares(KnownProblem):
             ("sigma_g", sigma_g, 0.0),
         ):
             checked_number(name, number, least=least)
-        check_count("seed", seed, least=0)
+        check_seed("seed", seed)
         check_dtype("dtype", dtype)
         device = checked_device("device", device)
         if not isinstance(runs, tuple):

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.errors.checks import check_count, check_dtype, checked_device, checked_number
+from bilevel.errors.checks import (
+    check_count,
+    check_dtype,
+    check_seed,
+    checked_device,
+    checked_number,
+)
 from bilevel.problems.known import KnownProblem
 
 
@@ -62,7 +68,7 @@ class FlatValley(KnownProblem):
         check_count("valley", valley)
         check_count(f"dim_y - valley (= {dim_y} - {valley})", dim_y - valley)
         checked_number("rho", rho)
-        check_count("seed", seed, least=0)
+        check_seed("seed", seed)
         check_dtype("dtype", dtype)
         device = checked_device("device", device)
         super().__init__(self._upper, self._lower)

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from bilevel.errors import ArgumentTypeError
+from bilevel.errors import ArgumentTypeError, OutputError
 from bilevel.errors.checks import checked_path
 from bilevel.errors.extras import needed
 from bilevel.methods import Info
@@ -77,7 +77,12 @@ class TensorBoard(Logger):
         path, self._prefix = checked_path("folder", folder), _checked_prefix(prefix)
         with needed("tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer: Any = SummaryWriter(str(path))
+        try:
+            self._writer: Any = SummaryWriter(str(path))
+        except OSError as error:
+            raise OutputError(
+                f"folder={str(path)!r} cannot be written to: {error.strerror or error}"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

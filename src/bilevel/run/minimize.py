@@ -12,7 +12,14 @@ import torch
 
 from bilevel.engine import LossScale
 from bilevel.engine.ranks import GroupChoice
-from bilevel.errors import ArgumentTypeError, DivergenceError, RunError, WorsenedWarning, warn
+from bilevel.errors import (
+    ArgumentTypeError,
+    DistributedError,
+    DivergenceError,
+    RunError,
+    WorsenedWarning,
+    warn,
+)
 from bilevel.errors.checks import (
     check_choice,
     check_count,
@@ -326,17 +333,31 @@ class _Loop:
             return
         if recorded and self._meter is not None:
             self._meter.show(info)
-        stop = recorded and callback is not None and _is_true(callback(solver, info))
-        asked, late = self._interrupts.asked, self._out_of_time
-        due, self._stopped, self._interrupted, self._late, moving = self._on_any_rank(
-            due, stop, asked, late, moving
+        stop, error = self._called_back(info) if recorded else (False, None)
+        asked, late, failed = self._interrupts.asked, self._out_of_time, error is not None
+        due, self._stopped, self._interrupted, self._late, moving, failed = self._on_any_rank(
+            due, stop, asked, late, moving, failed
         )
+        if error is not None:
+            raise error
+        if failed:
+            raise DistributedError(f"the callback raised on another rank after step {k}")
         self._converged = not moving
         self._impatient = self._monitor.exhausted  # of means over ranks, so that all agree
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
             self._saved.save()
+
+    def _called_back(self, info: Info) -> tuple[bool, Exception | None]:
+        """Whether the callback ends the run, and what it raised, which all ranks must know."""
+        callback = self._options.callback
+        if callback is None:
+            return False, None
+        try:
+            return _is_true(callback(self._solver, info)), None
+        except Exception as error:  # raised again once the other ranks know of it
+            return False, error
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank."""

@@ -8,11 +8,13 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bilevel.engine import EagerEvaluator
 from bilevel.engine.ranks import Ranks, reaching
@@ -22,14 +24,20 @@ from bilevel.methods import Method, State
 from bilevel.problem import Problem
 from bilevel.run._version import __version__
 from bilevel.run.checkpoint import settings
-from bilevel.run.checkpoint.shared import OWN, read_any, write_any
+from bilevel.run.checkpoint.shared import OWN, on_every_rank, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
-from bilevel.sampling import Draw, EpisodicDraw, PrivateRandomness
-from bilevel.variables import Form, buffers_kept, form_of
+from bilevel.sampling import Draw, EpisodicDraw, PrivateRandomness, Stream
+from bilevel.variables import Form, Variable, buffers_kept, form_of
 from bilevel.variables.forms import maybe, real, record, refuse, text, whole
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError)
 """What is raised when a state of another structure is loaded."""
+
+SAMPLED = ("draw", "randomness")
+"""The parts of a state that the samples depend on."""
+
+RUN = "run"
+"""The key, in a checkpoint and in what each rank has for itself, of what minimize adds."""
 
 Values = Mapping[str, float | None]
 """f and g at the saved point ("upper", "lower"); None where their sample cannot be drawn again."""
@@ -86,16 +94,14 @@ class Resumable(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the run's future depends on: variables, optimizers, generators, data."""
         self.settle()
-        with self._randomness:
-            draw = self.draw.state_dict()
+        sampling = self.sampling_state()
         with self._reaching():
             state = self.state.state_dict()
         return {
             "method": type(self.method).__name__,
             "state": state,
             "engine": self.evaluator.state_dict(),
-            "draw": draw,
-            "randomness": self._randomness.state_dict(),
+            **sampling,
         }
 
     def state_form(self) -> Form:
@@ -203,38 +209,26 @@ class Resumable(ABC):
         }
         if self.ranks is not None:
             content["ranks"] = self.ranks.size
-            content[OWN] = {part: content["solver"].pop(part) for part in ("draw", "randomness")}
-            if isinstance(self.draw, EpisodicDraw):  # each rank has copies of y of its own
-                content[OWN]["state"] = content["solver"]["state"]
+            content[OWN] = self.own_parts(content["solver"])
+            for part in SAMPLED:
+                del content["solver"][part]
         return content
+
+    @property
+    def has_own_y(self) -> bool:
+        """Whether the copies of y differ between ranks, each of which has tasks of its own."""
+        return self.ranks is not None and isinstance(self.draw, EpisodicDraw)
+
+    def own_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of a state of this run that are others on every rank."""
+        return {part: state[part] for part in (*SAMPLED, *(["state"] if self.has_own_y else []))}
 
     def restore(self, path: Path, content: Mapping[str, Any]) -> None:
         """Go on from what :func:`bilevel.run.checkpoint.read` found in a file."""
-        missing = [part for part in ("settings", "solver", "values") if part not in content]
-        if missing:
-            raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
-        try:
-            self._check_parts(content)
-        except StateError as error:
-            raise CheckpointError(path, str(error)) from error
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        as_many_ranks = content.get("ranks", 1) == size
-        skipped = () if as_many_ranks else LEVELS  # with other ranks, the shares of data differ
-        there, here = (
-            {name: part for name, part in made.items() if name not in skipped}
-            for made in (content["settings"], self._settings())
-        )
-        refuse_other_settings(path, there, here)
+        as_many_ranks = on_every_rank(self.ranks, partial(self._check_content, path, content))
         before = self.state_dict(), self.draw, self._randomness
-        state = {**content["solver"], **content.get(OWN, {})}
         try:
-            if not as_many_ranks:
-                self.state.state_form()(state.get("state"), "state/state")
-                self.draw, self._randomness = self._redraw((rank, size, state["state"]["k"]))
-                state["randomness"] = self._randomness.state_dict()
-                with self._randomness:
-                    state["draw"] = self.draw.state_dict()
-            self.load_state_dict(state)
+            on_every_rank(self.ranks, partial(self._load_content, content, as_many_ranks))
             if as_many_ranks:
                 self._check_values(path, content["values"])
         except BaseException as error:  # an objective may raise at a point that was forged
@@ -244,6 +238,41 @@ class Resumable(ABC):
                 raise CheckpointError(path, str(error)) from error
             raise
         _warn_of_other_versions(path, content.get("versions", {}))
+
+    def _check_content(self, path: Path, content: Mapping[str, Any]) -> bool:
+        """Refuse what is of another run; whether it was saved on as many ranks as there are."""
+        missing = [part for part in ("settings", "solver", "values") if part not in content]
+        if missing:
+            raise CheckpointError(path, f"it lacks {' and '.join(missing)}")
+        try:
+            self._check_parts(content)
+        except StateError as error:
+            raise CheckpointError(path, str(error)) from error
+        as_many_ranks = bool(content.get("ranks", 1) == (self.ranks.size if self.ranks else 1))
+        skipped = () if as_many_ranks else LEVELS  # with other ranks, the shares of data differ
+        there, here = (
+            {name: part for name, part in made.items() if name not in skipped}
+            for made in (content["settings"], self._settings())
+        )
+        refuse_other_settings(path, there, here)
+        return as_many_ranks
+
+    def _load_content(self, content: Mapping[str, Any], as_many_ranks: bool) -> None:
+        """Go on from a state, with samples drawn anew where they were those of other ranks."""
+        own = {part: value for part, value in content.get(OWN, {}).items() if part != RUN}
+        state = {**content["solver"], **own}
+        if not as_many_ranks:
+            self.state.state_form()(state.get("state"), "state/state")
+            rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+            self.draw, self._randomness = self._redraw((rank, size, state["state"]["k"]))
+            state |= self.sampling_state()
+        self.load_state_dict(state)
+
+    def sampling_state(self) -> dict[str, Any]:
+        """The parts of the present state that the samples depend on."""
+        with self._randomness:
+            draw = self.draw.state_dict()
+        return {"draw": draw, "randomness": self._randomness.state_dict()}
 
     def _check_parts(self, content: Mapping[str, Any]) -> None:
         """Refuse parts of a checkpoint that are not what :meth:`snapshot` makes."""
@@ -270,8 +299,9 @@ class Resumable(ABC):
             found[name] = None
             if stream.probed:
                 with self.evaluating_aside(), torch.no_grad(), buffers_kept(x, y):
-                    value = objective(x, y, stream.peek()).detach()
-                    found[name] = float(self.evaluator.mean(value))
+                    # where it raises on one rank, the others must not wait for its value
+                    value = on_every_rank(self.ranks, partial(_value, objective, x, y, stream))
+                    found[name] = float(self.evaluator.mean(value.detach()))
         return found
 
     def _check_values(self, path: Path, there: Values) -> None:
@@ -282,6 +312,11 @@ class Resumable(ABC):
             return
         precision = torch.finfo(self.state.solution.leaves[0].dtype).eps
         _refuse_other_values(path, there, here, precision)
+
+
+def _value(objective: Any, x: Variable, y: Variable, stream: Stream) -> Tensor:
+    value: Tensor = objective(x, y, stream.peek())
+    return value
 
 
 def _described(problem: Problem, method: Method[Any]) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from bilevel.engine import Execution, LossScale, make_evaluator, with_compiled_s
 from bilevel.engine.ranks import GroupChoice, ranks_of
 from bilevel.engine.restart import Restart
 from bilevel.engine.stacked import TaskProblem, TaskVariable
-from bilevel.errors import ArgumentError, DataExhaustedError, NonFiniteError, RunError
+from bilevel.errors import (
+    ArgumentError,
+    DataExhaustedError,
+    NonFiniteError,
+    ObjectiveError,
+    RunError,
+)
 from bilevel.methods import Info, Method, State
 from bilevel.problem import Problem, ProximalProblem
 from bilevel.run.checkpoint import settings
@@ -124,6 +130,7 @@ class Solver(Resumable):
         self._redraw = made.redraw
         self._one_pass_data = made.sampling.one_pass
         self._description = made.description
+        self._in_step = False
         if self.ranks is not None:
             agree_on_ranks(self.ranks, made, self._settings())
         begin = partial(self._begin, made.sampling, made.x, made.y)
@@ -237,8 +244,23 @@ class Solver(Resumable):
             except BaseException as error:
                 self._clean_up(error)
                 raise
-        with self._running():
+        with self._running(), self._alone_in_step():
             return self.evaluator.outer_step(self.method.step, self.state, measure=measure)
+
+    @contextmanager
+    def _alone_in_step(self) -> Iterator[None]:
+        """Refuse a step within a step; other threads wait for their turn before they come here."""
+        if self._in_step:
+            raise ObjectiveError(
+                "solver.step() was called by an objective, its data or a schedule of a step that "
+                "is being taken by the same solver; take steps one after another, or use another "
+                "Solver inside"
+            )
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def lower_solution(self) -> Any:
         """A copy of the lower solution of the current x, in the structure of y0.

@@ -7,6 +7,7 @@ same pairs.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,7 +241,9 @@ class EpisodicDraw(Draw):
 def checked_pair(given: Any) -> tuple[Any, Any]:
     """What a source gave for a task, as (lower_batch, upper_batch)."""
     if not isinstance(given, list | tuple) or len(given) != 2:
-        shown = f"{len(given)} parts" if isinstance(given, list | tuple) else repr(given)
+        shown = f"{len(given)} parts" if isinstance(given, list | tuple) else reprlib.repr(given)
+        if isinstance(given, Tensor):
+            shown = f"a tensor of shape {tuple(given.shape)}"
         raise ArgumentTypeError(
             f"the source of Episodes must give pairs (lower_batch, upper_batch), but gave {shown}"
         )

@@ -61,12 +61,15 @@ class PrivateRandomness:
                     torch.cuda.manual_seed(seed)
             self._state = _read(self._cuda)
         self._outside: dict[str, Tensor] | None = None
+        self._depth = 0  # an objective may read what enters again, such as solver.x
 
     def __enter__(self) -> None:
         _turn.acquire()
         try:
-            self._outside = _read(self._cuda)
-            _write(self._state, self._cuda)
+            if not self._depth:
+                self._outside = _read(self._cuda)
+                _write(self._state, self._cuda)
+            self._depth += 1
         except BaseException:  # After an interrupt, too, the other threads need the lock.
             _turn.release()
             raise
@@ -74,8 +77,10 @@ class PrivateRandomness:
     def __exit__(self, *exception: object) -> None:
         assert self._outside is not None
         try:
-            self._state = _read(self._cuda)
-            _write(self._outside, self._cuda)
+            self._depth -= 1
+            if not self._depth:
+                self._state = _read(self._cuda)
+                _write(self._outside, self._cuda)
         finally:
             _turn.release()
 

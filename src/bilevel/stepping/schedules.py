@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_count, check_function, checked_number
+from bilevel.errors.checks import as_float, check_count, check_function, checked_number
 
 Schedule: TypeAlias = Callable[[int], float]
 """A function of the outer step k = 0, 1, 2, ..."""
@@ -87,16 +87,17 @@ class Ramp:
 
 def as_schedule(name: str, rate: Rate) -> Schedule:
     """``rate`` as a function of k; a number is checked at once, see :func:`positive_at`."""
-    number = isinstance(rate, int | float | np.number) and not isinstance(rate, bool)
-    if not (number or callable(rate)):
+    known = isinstance(rate, int | float | np.number) and not isinstance(rate, bool)
+    if not (known or callable(rate)):
         raise ArgumentTypeError(
             f"{name} must be a positive number or a function of the step k, not {rate!r}"
         )
     if callable(rate):
         check_function(name, rate, "k", expected="a positive number or a function of the step k")
         return rate
-    _check_positive(name, float(rate), "")
-    return Constant(float(rate))
+    number = as_float(rate)
+    _check_positive(name, number, "")
+    return Constant(number)
 
 
 def positive_at(name: str, schedule: Schedule, k: int) -> float:
@@ -105,7 +106,7 @@ def positive_at(name: str, schedule: Schedule, k: int) -> float:
         raise ArgumentTypeError(f"{name} must be a function of the step k, not {schedule!r}")
     value = schedule(k)
     try:
-        number = float(value)
+        number = as_float(value)
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"{name}({k}) must be a number, not {value!r}") from error
     _check_positive(name, number, f"({k})")

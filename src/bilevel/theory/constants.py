@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
@@ -49,6 +51,11 @@ class Constants:
             object.__setattr__(self, field.name, value)
         if self.l_g1 < self.mu_g:
             raise ArgumentError(f"l_g1 must be at least mu_g = {self.mu_g!r}, not {self.l_g1!r}")
+        for derived in ("l_F1", "M", "C_lam", "min_multiplier"):
+            with in_range(repr(self)):
+                getattr(self, derived)
+        with in_range(repr(self)):
+            self.l_star1()
 
     @property
     def kappa_g(self) -> float:
@@ -146,6 +153,18 @@ class Constants:
                 f"bound, not {value!r}"
             )
         return result
+
+
+@contextmanager
+def in_range(given: str) -> Iterator[None]:
+    """For computations that ``given`` may drive out of the range of floats."""
+    try:
+        yield
+    except ArithmeticError as error:
+        raise ArgumentError(
+            f"{given}: these numbers are too large, too small or too far apart to compute with "
+            f"({error}); choose other units of f, g, x and y"
+        ) from error
 
 
 def check_constants(constants: Constants) -> None:

@@ -12,6 +12,7 @@ would report a violated condition, or a claim of the corollary itself would be f
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any
 from bilevel.errors import ArgumentError, ArgumentTypeError, ImpracticalDesignWarning, warn
 from bilevel.errors.checks import check_choice, check_count, checked_number
 from bilevel.stepping.schedules import Constant, Power, Schedule
-from bilevel.theory.constants import Constants, check_constants
+from bilevel.theory.constants import Constants, check_constants, in_range
 from bilevel.theory.sequences import CappedMultiplier, Momentum, Product
 
 IMPRACTICAL_INNER_STEPS = 10_000
@@ -220,10 +221,15 @@ def design(
         _check_inner_steps(algorithm, T)
     xi = None if xi is None else checked_number("xi", xi, above=True)
     k0 = None if k0 is None else checked_number("k0", k0, above=True)
-    if algorithm == "f2sa":
-        chosen = _f2sa_design(constants, regime, lam0, T, k0, xi, c_xi)
-    else:
-        chosen = _f3sa_design(constants, regime, lam0, k0, xi, c_xi, c_eta)
+    given = f"{constants!r} with lam0={lam0!r}, T={reprlib.repr(T)}, k0={k0!r}, xi={xi!r}"
+    with in_range(f"{given}, c_xi={c_xi!r}, c_eta={c_eta!r}"):
+        if algorithm == "f2sa":
+            chosen = _f2sa_design(constants, regime, lam0, T, k0, xi, c_xi)
+        else:
+            chosen = _f3sa_design(constants, regime, lam0, k0, xi, c_xi, c_eta)
+        first = chosen.gamma(0), chosen.xi * chosen.alpha(0), chosen.multiplier(0)
+        if not all(0 < value < math.inf for value in first):
+            raise ArithmeticError(f"the first gamma, xi*alpha and lam are {first}")
     _warn_if_impractical(chosen, constants)
     return chosen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,65 @@ def test_a_folder_that_cannot_be_one_is_told_on_every_rank(two: Ranks, tmp_path:
     (tmp_path / "file").write_text("")
     names = [answer[0] for answer in two.run(_unwritable, tmp_path / "file")]
     assert names == ["OutputError", "DistributedError"]
+
+
+# What a run goes back to
+
+
+def _going_back(folder: Path | None, stop: int | None = None) -> bilevel.Result:
+    """After the sixth step f is NaN once, and the run goes back to a state that it has kept."""
+    broken = {"now": False, "before": False}
+
+    def callback(solver: bilevel.Solver, info: Any) -> bool:
+        broken["now"] = info.step == 5 and not broken["before"]
+        return solver.k == stop
+
+    def upper(x: Any, y: Any, batch: Any) -> Tensor:
+        value = tasks.upper(x, y, batch)
+        if broken["now"]:
+            broken.update(now=False, before=True)
+            return value * float("nan")
+        return value
+
+    data = tasks.samples(1, DOUBLE)
+    with pytest.warns(bilevel.errors.DivergenceWarning) if stop is None else nullcontext():
+        return bilevel.minimize(
+            bilevel.Problem(upper, tasks.lower),
+            torch.zeros(tasks.SAMPLES, dtype=DOUBLE),
+            torch.zeros(3, dtype=DOUBLE),
+            upper_data=data,
+            lower_data=data,
+            batch_size=4,
+            method=bilevel.F2SA(lower_lr=0.1, upper_lr=0.5, inner_steps=1),
+            on_divergence="backtrack",
+            select="best",
+            steps=9,
+            callback=callback,
+            checkpoint=folder,
+        )
+
+
+def _resumed_before_going_back(rank: int, folder: Path) -> list[Any]:
+    whole = _going_back(None)
+    _going_back(folder, 5)
+    own = read(next(folder.glob("step-*5")) / f"rank-{rank:05d}.safetensors")["own"]
+    kept = own["run"]["good"]["draw"]["lower"]["generator"]
+    resumed = _going_back(folder)
+    return [kept, *(tensor for result in (whole, resumed) for tensor in (result.x, result.y))]
+
+
+def test_each_rank_goes_back_to_samples_of_its_own(two: Ranks, tmp_path: Path) -> None:
+    answers = two.run(_resumed_before_going_back, tmp_path)
+    assert not torch.equal(answers[0][0], answers[1][0])
+    for _, *points in answers:
+        assert torch.equal(points[0], points[2])
+        assert torch.equal(points[1], points[3])
+
+
+def _go_on_and_go_back(rank: int, folder: Path) -> int:
+    return _going_back(folder).steps
+
+
+def test_a_run_goes_back_on_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
+    _going_back(tmp_path, 5)
+    assert two.run(_go_on_and_go_back, tmp_path) == [9, 9]

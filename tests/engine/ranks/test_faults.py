@@ -20,7 +20,7 @@ import bilevel
 from bilevel.errors import RanksWarning
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
-from tests.engine.ranks.tasks import METHODS, SAMPLES, START, solve
+from tests.engine.ranks.tasks import METHODS, SAMPLES, START, outputs, solve
 from tests.marks import slow_except
 
 DOUBLE = torch.float64
@@ -200,7 +200,7 @@ def _raising(rank: int, kind: str, method: str, level: str) -> tuple[str, str, i
 
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
-@pytest.mark.parametrize("kind", ["plain tensors", "plain module", "DDP", "DDP with buffers"])
+@pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
 def test_an_objective_that_raises_on_one_rank_raises_on_all(
     two: Ranks, kind: str, method: str, level: str
 ) -> None:
@@ -255,29 +255,130 @@ def test_data_that_raises_on_one_rank_raises_on_all(two: Ranks, kind: str, metho
     assert first[2] > 0
 
 
-def _breaking_off(rank: int) -> tuple[str, str]:
-    """On rank 1 the evaluation of a divided module raises, which ends the process."""
+def _raising_around_passes(rank: int, where: str) -> tuple[str, str, int, list[float]]:
+    """On rank 1 the evaluation of a divided module raises once, is caught, and the run goes on."""
     calls = 0
 
     def upper(x: Any, y: Any, batch: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if rank == 1 and calls == 20:
-            y(batch[0][:, :2])  # of another width, so that the first layer raises
-        return tasks.upper(x, y, batch)
+        now = rank == 1 and calls == 20
+        if now and where == "last layer":
+            y[1].register_forward_pre_hook(_raise_once)
+        first = outputs(y, batch[0][:, :2] if now and where == "first layer" else batch[0])
+        if now and where == "between":
+            raise ValueError("between the passes")
+        second = outputs(y, 2 * batch[0])
+        if now and where == "after":
+            raise ValueError("after the passes")
+        return ((first + second - batch[1]) ** 2).mean()
 
-    try:
-        _minimize(upper=upper, y0=START["FSDP2"](DOUBLE), steps=50, batch_size=4)
-    except RuntimeError as error:
-        if "let this exception end the process" in "".join(getattr(error, "__notes__", [])):
-            os._exit(1)
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
+    data = tasks.samples(1, DOUBLE)
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, tasks.lower),
+        torch.zeros(SAMPLES, dtype=DOUBLE),
+        START["FSDP2"](DOUBLE),
+        upper_data=data,
+        lower_data=data,
+        batch_size=4,
+        method=METHODS["F2SA"],
+    )
+    found = ("", "", -1)
+    for _ in range(12):
+        try:
+            solver.step()
+        except (ValueError, RuntimeError) as error:
+            found = type(error).__name__, str(error), solver.k
+    return *found, solver.x.tolist()
 
 
-def test_a_divided_module_that_breaks_off_ends_all_ranks(tmp_path: Path) -> None:
+def _raise_once(module: nn.Module, inputs: Any) -> None:
+    module._forward_pre_hooks.clear()
+    raise ValueError("in the last layer")
+
+
+@pytest.mark.parametrize(
+    ("where", "raised_there"),
+    [
+        ("first layer", "RuntimeError"),
+        ("last layer", "ValueError"),
+        ("between", "ValueError"),
+        ("after", "ValueError"),
+    ],
+)
+def test_a_divided_module_that_raises_on_one_rank_raises_on_all(
+    two: Ranks, where: str, raised_there: str
+) -> None:
+    first, second = two.run(_raising_around_passes, where)
+    assert second[0] == raised_there
+    assert first[0] == "DistributedError"
+    assert f"rank 1 at step {first[2]}: {raised_there}: {second[1]}" in first[1]
+    assert first[2:] == second[2:]  # and they go on together
+    assert 0 < first[2] < 12
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+
+def _without_gradient(rank: int, kind: str, method: str) -> tuple[str, str, int, list[float]]:
+    """On rank 1 a backward pass raises once, is caught, and the run goes on."""
+    calls = 0
+
+    def upper(x: Any, y: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = tasks.upper(x, y, batch)
+        return _NoGradient.apply(value) if rank == 1 and calls == 14 else value
+
+    data = tasks.samples(1, DOUBLE)
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, tasks.lower),
+        torch.zeros(SAMPLES, dtype=DOUBLE),
+        _start(kind),
+        upper_data=data,
+        lower_data=data,
+        batch_size=4,
+        **tasks.how(method),
+    )
+    found = ("", "", -1)
+    for _ in range(12):
+        try:
+            solver.step()
+        except (ValueError, bilevel.errors.DistributedError) as error:
+            if "let this exception end the process" in "".join(getattr(error, "__notes__", [])):
+                os._exit(1)
+            found = type(error).__name__, str(error), solver.k
+            if "cannot be reached" in found[1]:
+                return *found, []
+    return *found, solver.x.tolist()
+
+
+@pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
+@pytest.mark.parametrize("kind", ["plain tensors", "plain module"])
+def test_a_backward_pass_that_raises_on_one_rank_raises_on_all(
+    two: Ranks, kind: str, method: str
+) -> None:
+    first, second = two.run(_without_gradient, kind, method)
+    assert second[:2] == ("ValueError", "no gradient")
+    assert first[0] == "DistributedError"
+    assert "ValueError: no gradient" in first[1]
+    assert first[2:] == second[2:]  # and they go on together
+    assert first[2] > 0
+
+
+@pytest.mark.parametrize("kind", slow_except(["FSDP2"], ["DDP", "FSDP2"]))
+def test_a_backward_pass_with_messages_that_raises_ends_all_ranks(
+    tmp_path: Path, kind: str
+) -> None:
     with Ranks(2, tmp_path) as doomed:
-        first, second = doomed.run(_breaking_off)
+        first, second = doomed.run(_without_gradient, kind, "F2SA")
     assert second is None
     assert first[0] == "DistributedError"
     assert "another rank cannot be reached" in first[1]
@@ -300,6 +401,23 @@ def _stopped(rank: int) -> tuple[str, int]:
 
 def test_a_callback_on_one_rank_stops_all(two: Ranks) -> None:
     assert two.run(_stopped) == [("STOPPED", 4)] * 2
+
+
+def _callback_raises(rank: int) -> tuple[str, str]:
+    def callback(solver: bilevel.Solver, info: Any) -> None:
+        if rank == 1 and info.step == 3:
+            raise KeyError("mine")
+
+    return raised(
+        lambda: solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=9, callback=callback)
+    )
+
+
+def test_a_callback_that_raises_on_one_rank_raises_on_all(two: Ranks) -> None:
+    first, second = two.run(_callback_raises)
+    assert second == ("KeyError", "'mine'")
+    assert first[0] == "DistributedError"
+    assert "the callback raised on another rank after step 3" in first[1]
 
 
 def _ended(rank: int, **limit: float) -> tuple[str, int]:

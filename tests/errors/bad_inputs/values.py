@@ -126,9 +126,12 @@ SET = types(0.5, "box", sets.Box)
 DATA = types(7, ODD) + bad(torch.ones(0, 2), [], (torch.ones(3), torch.ones(4)))
 
 
-@cache
+_folder = tempfile.TemporaryDirectory(prefix="bilevel-bad-inputs-")
+"""It is removed when the tests end; the values are made before any fixture is."""
+
+
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="bilevel-bad-inputs-"))
+    return Path(_folder.name)
 
 
 def written(name: str, content: bytes) -> str:

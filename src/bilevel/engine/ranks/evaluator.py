@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from bilevel.engine.finite import FiniteCheck
 from bilevel.engine.ranks.batches import on_ranks
 from bilevel.engine.ranks.check import RanksCheck
 from bilevel.engine.ranks.group import Ranks
-from bilevel.problem import Problem
+from bilevel.engine.ranks.passes import Passes, Usual
+from bilevel.problem import Level, Problem
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, buffers_copied, is_sharded
 
 _BROKEN_OFF = (
-    "The evaluation of a module that fully_shard has divided broke off, and the other ranks wait "
-    "for its messages: let this exception end the process, then they end as well."
+    "This broke off between messages that the wrapper of a module (fully_shard or "
+    "DistributedDataParallel) sends, and the other ranks wait for the rest of them: let this "
+    "exception end the process, then they end as well."
 )
 
 
@@ -33,6 +36,7 @@ class RanksEvaluator(EagerEvaluator):
         self, problem: Problem, draw: Draw, execution: Execution, *, ranks: Ranks, defers: bool
     ) -> None:
         self._failures: list[Exception] = []
+        self._usual: Usual = {}
         draw = draw if ranks.size == 1 else on_ranks(draw, self._failures)
         super().__init__(problem, draw, execution, defers=defers)
         self._ranks = ranks
@@ -41,38 +45,75 @@ class RanksEvaluator(EagerEvaluator):
         super().use(draw if self._ranks.size == 1 else on_ranks(draw, self._failures))
 
     def f(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._evaluated(super().f, x, y, batch)
+        return self._evaluated(super().f, Level.UPPER, x, y, batch)
 
     def g(self, x: Variable, y: Variable, batch: Any) -> Tensor:
-        return self._evaluated(super().g, x, y, batch)
+        return self._evaluated(super().g, Level.LOWER, x, y, batch)
 
     def _evaluated(
-        self, objective: Callable[..., Tensor], x: Variable, y: Variable, batch: Any
+        self, objective: Callable[..., Tensor], level: Level, x: Variable, y: Variable, batch: Any
     ) -> Tensor:
         """An objective; where it raises, NaN, so that the check of the step raises on all ranks.
 
-        Otherwise the other ranks would wait for the messages of this one. The forward passes of
-        divided modules send messages of their own, and nothing can take the place of these: where
-        one of them breaks off, the ranks are out of step until this one ends.
+        Otherwise the other ranks would wait for the messages of this one.
         """
-        leaves = [*x.leaves, *y.leaves]
-        sharded = any(map(is_sharded, leaves))
-        no_value = len(self._failures)  # the batch that was to be drawn is not there
-        try:
+        if self._ranks.size == 1:
             with _own_buffers(x, y):
-                if no_value and not sharded:
-                    return _not_a_number(leaves)
-                value = objective(x, y, batch)
-                return value * math.nan if no_value else value
+                return objective(x, y, batch)
+        leaves = [*x.leaves, *y.leaves]
+        whole = [leaf for leaf in leaves if not is_sharded(leaf)]
+        if len(whole) < len(leaves):
+            return self._of_divided(partial(objective, x, y, batch), level, (x, y), whole)
+        with _own_buffers(x, y):
+            if self._failures:  # the batch that was to be drawn is not there
+                return _not_a_number(leaves)
+            try:
+                return objective(x, y, batch)
+            except Exception as error:  # raised again by the check, once the others know of it
+                self._failures.append(error)
+                return _not_a_number(leaves)
+
+    def _of_divided(
+        self,
+        objective: Callable[[], Tensor],
+        level: Level,
+        variables: tuple[Variable, ...],
+        whole: list[Tensor],
+    ) -> Tensor:
+        """An objective with divided modules, whose forward passes send messages of their own."""
+        no_value = bool(self._failures)
+        passes = Passes(variables, self._usual, self._failures)
+        try:
+            with _own_buffers(*variables):
+                value = passes.evaluate(level, objective, whole)
+        except Exception as error:
+            self._failures.clear()
+            error.add_note(_BROKEN_OFF)
+            raise
+        return value * math.nan if no_value else value
+
+    def _backward_pass(
+        self,
+        values: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        wrappers: Sequence[Any],
+        seeds: Sequence[Tensor],
+    ) -> None:
+        """A backward pass; where it raises, a bad number is noted, so that all ranks raise.
+
+        The hooks of wrappers send messages in the middle of it, which nothing can make up for.
+        """
+        try:
+            super()._backward_pass(values, leaves, wrappers, seeds)
         except Exception as error:  # raised again by the check, once the other ranks know of it
             if self._ranks.size == 1:
                 raise
-            if sharded:
+            if wrappers or any(map(is_sharded, leaves)):
                 self._failures.clear()
                 error.add_note(_BROKEN_OFF)
                 raise
             self._failures.append(error)
-            return _not_a_number(leaves)
+            self._check.numbers(["the gradient"], [values[0].detach() * math.nan])
 
     def mean(self, value: Tensor) -> Tensor:
         return self._ranks.mean(value)

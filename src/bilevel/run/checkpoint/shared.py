@@ -17,8 +17,8 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,21 +113,21 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
 
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
-    def opened() -> tuple[Reader, Any, list[str]]:
+    def opened() -> tuple[Reader, Any, dict[str, Tensor | None]]:
         index = read(path / _INDEX)
-        try:
-            return Reader(path, index["index"]), json.loads(index["content"]), index["divided"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                path, f"its description is wrong: {type(error).__name__}: {error}"
-            ) from error
+        with _described(path):
+            reader = Reader(path, index["index"])
+            divided = set(index["divided"]) if ranks is not None else set()
+            empty = {
+                name: None if name in divided else torch.empty(shape, dtype=dtype)
+                for name, (shape, dtype) in reader.tensors.items()
+            }
+            return reader, json.loads(index["content"]), empty
 
-    reader, text, divided = on_every_rank(ranks, opened)
+    reader, text, empty = on_every_rank(ranks, opened)
     tensors = {
-        name: empty_row_sharded(shape, dtype)
-        if ranks is not None and name in divided
-        else torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in reader.tensors.items()
+        name: empty_row_sharded(*reader.tensors[name]) if tensor is None else tensor
+        for name, tensor in empty.items()
     }
     options: dict[str, Any] = {} if ranks is None else {"process_group": ranks.group}
     if ranks is None and dist.is_available() and dist.is_initialized():
@@ -141,16 +141,26 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
         raise CheckpointError(path, _reason(error)) from error
 
     def whole() -> dict[str, Any]:
-        try:
+        with _described(path):
             content: dict[str, Any] = unpacked(text, tensors)
             own = reader.own(rank) if content.get("ranks") == size else {}
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                path, f"its description is wrong: {type(error).__name__}: {error}"
-            ) from error
         return content | ({OWN: own} if own else {})
 
     return on_every_rank(ranks, whole)
+
+
+@contextmanager
+def _described(path: Path) -> Iterator[None]:
+    """For taking a description apart: what a wrong one raises becomes our own error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]  # torch adds its stack to some messages
+        raise CheckpointError(
+            path, f"its description is wrong: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def remove(path: Path) -> None:
