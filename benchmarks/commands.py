@@ -206,12 +206,14 @@ def _soak(
 @app.command("cleaning")
 def _cleaning(
     seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds, from --seed.")] = 1,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="DATA", help="mnist, newsgroups or covertype; may be repeated."),
+        typer.Option(metavar="DATA", help="A data set, such as mnist or a9a; may be repeated."),
     ] = None,
     data_dir: DataDir = None,
     json_file: JsonFile = None,
 ) -> None:
     """What LabelCleaner finds and how long it takes, beside cleanlab if that is installed."""
-    measure("cleaning", json_file, threads=1, seed=seed, only=only or [], data_dir=data_dir)
+    options: dict[str, Any] = {"seed": seed, "seeds": seeds, "only": only or []}
+    measure("cleaning", json_file, threads=1, data_dir=data_dir, **options)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Row:
 
     Attributes:
         data, noise: the data set and the kind of noise.
+        seed: chooses the samples and everything else that is random.
         share: the fraction of labels that are wrong.
         method, model: the method and the model that it trains.
         auc: the AUC with which the label quality separates correct from wrong labels, if there is
@@ -63,6 +64,7 @@ class Row:
 
     data: str
     noise: str
+    seed: int
     share: float
     method: str
     model: str
@@ -80,52 +82,78 @@ class Row:
 def run(
     *,
     seed: int = 0,
+    seeds: int = 1,
     only: Sequence[str] = (),
     data_dir: Path | None = None,
     track: report.Track = iter,
 ) -> list[Row]:
-    """Measure every kind of noise on every data set, or on those in ``only``."""
+    """Measure every kind of noise on every data set, or on those in ``only``.
+
+    Args:
+        seed, seeds: the first seed, and how many there are.
+        only: the names of the data sets; none: all of them.
+        data_dir: the folder with the data sets.
+        track: shows progress.
+    """
     with needed("clean", "sklearn", "threadpoolctl"):
         from threadpoolctl import threadpool_limits
     unknown = [name for name in only if name not in CASES]
     if unknown:
         raise ArgumentError(f"only names {unknown[0]!r}, but the data are {', '.join(CASES)}")
-    wanted = [(name, noise) for name in (only or CASES) for noise in range(len(CASES[name].noises))]
-    splits = _LastSplit(seed, data_dir)
+    wanted = [
+        (name, noise, number)
+        for name in (only or CASES)
+        for number in range(seed, seed + seeds)
+        for noise in CASES[name].noises
+    ]
+    splits = _LastSplit(data_dir)
     rows: list[Row] = []
     with threadpool_limits(torch.get_num_threads()), warnings.catch_warnings():
         # With its default settings logistic regression stops before it has converged.
         warnings.filterwarnings("ignore", message="lbfgs failed to converge")
         _warm_up()
-        for name, number in track(wanted):
-            case = CASES[name]
+        for name, noise, number in track(wanted):
             try:
-                noise, split = case.noises[number], splits[name]
+                split = splits.of(name, number)
             except InputError:
                 if name in only:
                     raise
                 continue  # nothing downloads it
-            given, wrong = noise.added(split.y, split.classes, seed, split.given)
-            for found in _contestants(case, split, given, seed):
-                rows.append(found.row(name, noise, split, wrong))
+            given, wrong = noise.added(split.y, split.classes, number, split.given)
+            for found in _contestants(CASES[name], split, given, number):
+                rows.append(found.row(name, noise, number, split, wrong))
     return rows
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Lay the rows out for printing."""
+    """Lay the rows out for printing: one line for all seeds, with the means."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.data, row.noise, row.method, row.model), []).append(row)
+
+    def mean(name: str, form: str) -> Callable[[list[Row]], str]:
+        def shown(group: list[Row]) -> str:
+            values = [getattr(row, name) for row in group]
+            return "" if None in values else format(float(np.mean(values)), form)
+
+        return shown
+
     shown = report.table(
         "wrong labels, found with the help of trusted ones",
-        rows,
+        list(groups.values()),
         {
-            "data": lambda row: row.data,
-            "noise": lambda row: row.noise,
-            "by": lambda row: row.method,
-            "model": lambda row: row.model,
-            "AUC": lambda row: "" if row.auc is None else f"{row.auc:.4f}",
-            "F1": lambda row: "" if row.f1 is None else f"{row.f1:.3f}",
-            "accuracy": lambda row: f"{row.accuracy:.1%}",
-            "seconds": lambda row: f"{row.seconds:.1f}",
-            "of the CPU": lambda row: f"{row.cpu_seconds:.1f}",
+            "data": lambda group: group[0].data,
+            "noise": lambda group: group[0].noise,
+            "by": lambda group: group[0].method,
+            "model": lambda group: group[0].model,
+            "AUC": mean("auc", ".4f"),
+            "F1": mean("f1", ".3f"),
+            "accuracy": mean("accuracy", ".1%"),
+            "calibration": mean("calibration_error", ".3f"),
+            "right before": mean("right_before", ".3f"),
+            "after": mean("right_after", ".3f"),
+            "seconds": mean("seconds", ".1f"),
+            "of the CPU": mean("cpu_seconds", ".1f"),
         },
     )
     if all(row.method != "cleanlab" for row in rows):
@@ -137,15 +165,15 @@ def table(rows: Sequence[Row]) -> Table:
 class _LastSplit:
     """Keeps the split that was asked for last; several would not fit into a small machine."""
 
-    seed: int
     data_dir: Path | None
-    last: tuple[str, Split] | None = field(default=None)
+    last: tuple[str, int, Split] | None = field(default=None)
 
-    def __getitem__(self, name: str) -> Split:
-        if self.last is None or self.last[0] != name:
+    def of(self, name: str, seed: int) -> Split:
+        """The data set, split by that seed."""
+        if self.last is None or self.last[:2] != (name, seed):
             self.last = None
-            self.last = name, CASES[name].source(self.seed, self.data_dir)
-        return self.last[1]
+            self.last = name, seed, CASES[name].source(seed, self.data_dir)
+        return self.last[2]
 
 
 @dataclass(frozen=True)
@@ -162,13 +190,16 @@ class _Found:
     weights: Array | None = None
     suggested: Array | None = None
 
-    def row(self, data: str, noise: Noise, split: Split, wrong: npt.NDArray[np.bool_]) -> Row:
+    def row(
+        self, data: str, noise: Noise, seed: int, split: Split, wrong: npt.NDArray[np.bool_]
+    ) -> Row:
         from sklearn.metrics import f1_score, roc_auc_score
 
         weights = self.weights
         return Row(
             data=data,
             noise=str(noise),
+            seed=seed,
             share=noise.share,
             method=self.method,
             model=self.model,

@@ -75,15 +75,12 @@ CASES: dict[str, Case] = {
             Noise("uniform", 0.5),
             Noise("next class", 0.4),
         ),
-        {
-            "logistic regression": _logistic_regression,
-            "the same, C = 0.01": lambda: _logistic_regression(C=0.01),
-        },
+        _with_other(0.01),
     ),
     "newsgroups": Case(
         newsgroups_split,
         (Noise("uniform", 0.3),),
-        {"logistic regression": _logistic_regression},
+        _with_other(10),
     ),
     "covertype": Case(
         covertype_split,

@@ -73,6 +73,18 @@ def test_cleanlab_stands_beside_it() -> None:
 
 
 @pytest.mark.slow
+def test_the_table_has_the_means_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cleanlab", None)
+    rows = cleaning.run(only=["module"], seed=3, seeds=2)
+    assert [row.seed for row in rows] == [3] * 4 + [4] * 4
+    table = cleaning.table(rows)
+    assert table.row_count == 4
+    ours = [row.accuracy for row in rows if row.method == "LabelCleaner"]
+    shown = dict(zip([c.header for c in table.columns], table.columns, strict=True))["accuracy"]
+    assert next(iter(shown.cells)) == f"{np.mean(ours):.1%}"
+
+
+@pytest.mark.slow
 def test_without_cleanlab_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cleanlab", None)
     rows = cleaning.run(only=["module"])

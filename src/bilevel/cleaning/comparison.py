@@ -35,6 +35,7 @@ class CrossFit:
     Attributes:
         name: which samples it was fitted to.
         model: the variables of the fit to all of these samples.
+        folds: those of the fits without each fold.
         ridge: the ridge that was chosen.
         judged: the logits of the judged samples, by fits without them.
         trusted: the logits of the trusted samples, by fits without them.
@@ -42,6 +43,7 @@ class CrossFit:
 
     name: str
     model: Any
+    folds: list[Any]
     ridge: float
     judged: Array
     trusted: Array
@@ -88,7 +90,7 @@ class CrossFits:
             whole = {name: self._neutral(part.clone()) for name, part in whole.items()}
         by_fold = [self._neutral(self._predict(expanded(y), self._judged_rows)) for y in models]
         judged = self._neutral(self._predict(whole, self._judged_rows))
-        return CrossFit(TRUSTED, whole, ridge, judged, logits), by_fold
+        return CrossFit(TRUSTED, whole, models, ridge, judged, logits), by_fold
 
     def _neutral(self, logits: Any) -> Any:
         """Without trusted samples of a class, the trusted ones have no opinion on it."""
@@ -118,22 +120,29 @@ class CrossFits:
         judged = np.empty((len(self.given), self._learner.classes))
         judged[inside] = self._predict(first, some)
         parts = [self._judged_fold == number for number in self._folds()[1:]]
-        models = self._fit_several([(~part, none) for part in parts], ridge, first)
+        wanted = [(~part, none) for part in parts]
+        models = self._fit_several(wanted, ridge, [first] * len(parts))
         for part, model in zip(parts, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
         # The trusted samples are in none of these fits, so that all folds may judge them.
         on_trusted = [self._predict(y, self._trusted_rows) for y in (first, *models)]
-        return CrossFit(NOISY, first, ridge, judged, np.mean(on_trusted, 0))
+        return CrossFit(NOISY, first, [first, *models], ridge, judged, np.mean(on_trusted, 0))
 
-    def cleaned_ridge(self, kept: Array, ridge: float, start: Any) -> float:
-        """The ridge with which the fit to what is kept does best on the first fold."""
+    def cleaned_ridge(self, kept: Array, both: CrossFit) -> float:
+        """The ridge with which the fit to what is kept does best on the first fold.
+
+        Args:
+            kept: which judged samples are kept.
+            both: the fit to all samples, which has about that ridge and is started from.
+        """
         part, checked = self._judged_fold == 0, self._trusted_fold == 0
         held = part & (kept > 0)
+        ridge = both.ridge
         if not held.any():
             return ridge
         rows = self._judged_rows.part(_places(held))
         others = self._trusted_rows.part(_places(checked))
-        last = start
+        last = both.folds[0]
 
         def scored(ridge: float) -> tuple[float, None]:
             nonlocal last
@@ -148,9 +157,22 @@ class CrossFits:
         return best_ridge((self._learner.ridges[0], ridge, ridge), scored)[0]
 
     def together(
-        self, name: str, kept: Array, kept_by_fold: list[Array], ridge: float, start: Any
+        self,
+        name: str,
+        kept_by_fold: list[Array],
+        kept: Array | None,
+        ridge: float,
+        start: CrossFit,
     ) -> CrossFit:
-        """The fit to the trusted samples and to those judged ones that are kept."""
+        """The fit to the trusted samples and to those judged ones that are kept.
+
+        Args:
+            name: its name.
+            kept_by_fold: which samples each fold keeps.
+            kept: which samples the fit to all folds keeps; None: there is none yet.
+            ridge: the ridge.
+            start: each fold starts from the same fold of this fit, which has not seen it either.
+        """
         judged = np.empty((len(self.given), self._learner.classes))
         trusted = np.empty((len(self.right), self._learner.classes))
         parts = [self._judged_fold == number for number in self._folds()]
@@ -159,12 +181,16 @@ class CrossFits:
             (some * ~part, ~check * self._trust)
             for some, part, check in zip(kept_by_fold, parts, checks, strict=True)
         ]
-        wanted.append((kept, np.ones(len(self.right)) * self._trust))
-        *models, whole = self._fit_several(wanted, ridge, start)
+        starts = list(start.folds)
+        if kept is not None:
+            wanted.append((kept, np.ones(len(self.right)) * self._trust))
+            starts.append(start.model)
+        models = self._fit_several(wanted, ridge, starts)
+        whole = start.model if kept is None else models.pop()
         for part, check, model in zip(parts, checks, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
             trusted[check] = self._predict(model, self._trusted_rows.part(_places(check)))
-        return CrossFit(name, whole, ridge, judged, trusted)
+        return CrossFit(name, whole, models, ridge, judged, trusted)
 
     def again(self, fit: CrossFit, kept: Array) -> CrossFit:
         """The fit, with another choice of the judged samples that are kept."""
@@ -179,9 +205,11 @@ class CrossFits:
         return list(range(self._task.folds))
 
     def _fit(self, kept: Array, trusted: Array, ridge: float, start: Any) -> Any:
-        return self._fit_several([(kept, trusted)], ridge, start)[0]
+        return self._fit_several([(kept, trusted)], ridge, [start])[0]
 
-    def _fit_several(self, wanted: list[tuple[Array, Array]], ridge: float, start: Any) -> Any:
+    def _fit_several(
+        self, wanted: list[tuple[Array, Array]], ridge: float, starts: list[Any]
+    ) -> list[Any]:
         """One model for each choice of weights for the judged and for the trusted samples."""
         weights = torch.zeros(len(wanted), len(self._task.labels))
         for row, (kept, trusted) in zip(weights, wanted, strict=True):
@@ -191,7 +219,6 @@ class CrossFits:
             if not row.any():
                 row[self._task.judged] = 1.0
         held = [self._held(trusted) for _, trusted in wanted]
-        starts = [start] * len(wanted)
         return self._learner.fit_several(
             self._rows, self._task.labels, weights, ridge, held, starts
         )
@@ -214,7 +241,8 @@ def best_ridge(
     """The ridge with the lowest loss, and what came with it.
 
     The search walks from the first ridge, by a factor of ten, to where the loss is lower, as long
-    as it falls; then it looks at half that distance.
+    as it falls. The parabola through the last three losses says whether the lowest one is nearer to
+    half that distance, on one side; then that is looked at as well.
 
     Args:
         ridges: the smallest one, the first, and the largest.
@@ -234,12 +262,14 @@ def best_ridge(
     here = 0
     loss(here)
     if smallest < largest:
-        for step in (2, 1):
-            moved = True
-            while moved:
-                there = min((here, here - step, here + step), key=loss)
-                moved = there != here and step > 1
-                here = there
+        moved = True
+        while moved:
+            there = min((here, here - 2, here + 2), key=loss)
+            moved, here = there != here, there
+        left, middle, right = loss(here - 2), loss(here), loss(here + 2)
+        if max(left, right) < float("inf") and left + right > 2 * middle:
+            half = here + round((left - right) / (left + right - 2 * middle))
+            here = min((here, half), key=loss)
     return first * _STEP**here, seen[here][1]
 
 

@@ -2,8 +2,7 @@
 
 Several models are pooled: p_i = softmax(sum_m a_m z_mi + c), with z_mi the logits of model m for
 sample i by a fit without that sample, and a >= 0 and c fitted to the trusted samples, so that p is
-calibrated. A few trusted samples are unlike anything that the models expect; their share d is
-estimated as well, and p becomes (1 - d) p + d / classes.
+calibrated.
 
 A label of a sample of class k is j with the probability
 
@@ -23,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize
 from scipy.special import log_softmax, softmax
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -49,29 +48,39 @@ def cross_entropy(logits: Array, labels: Array) -> float:
 
 def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     """The factor b for which softmax(b * logits) fits the labels best, and the loss with it."""
-
-    def loss(log_b: float) -> float:
-        prior = 0.02 * log_b**2 / max(len(labels), 1)  # decides where any factor fits
-        return cross_entropy(np.exp(log_b) * logits, labels) + prior
-
-    found = minimize_scalar(loss, bounds=(-5, 5), method="bounded", options={"xatol": 0.01})
-    return float(np.exp(found.x)), float(found.fun)
+    every = -(-len(labels) // _MOST_SAMPLES)  # more samples would not change the estimate
+    z, given = logits[::every], labels[::every]
+    at_given = float(z[np.arange(len(given)), given].mean())
+    # Without a prior, a few samples predicted by luck would make the model sure of everything.
+    # Its width is a factor of e: models of noisy labels have logits that are several times too low.
+    precision = 1 / max(len(given), 1)
+    log_b = 0.0
+    for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
+        b = np.exp(log_b)
+        p = softmax(b * z, 1)
+        mean = (p * z).sum(1)
+        slope = b * (float(mean.mean()) - at_given) + precision * log_b
+        curvature = b * b * float(((p * z * z).sum(1) - mean * mean).mean()) + precision
+        step = float(np.clip(-slope / curvature, -1, 1))
+        log_b = float(np.clip(log_b + step, -5, 5))
+        if abs(step) < _TOLERANCE:
+            break
+    b = float(np.exp(log_b))
+    return b, cross_entropy(b * z, given)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Models as one: p = (1 - strangeness) softmax(sum_m coefficients_m z_m + bias) + ...
+    """Models as one: p = softmax(sum_m coefficients_m z_m + bias).
 
     Attributes:
         coefficients: one for each model, not negative.
         bias: one for each class.
-        strangeness: the share of samples that are unlike anything that the models expect.
         loss: the cross entropy on the samples to which the pool was fitted.
     """
 
     coefficients: Array
     bias: Array
-    strangeness: float
     loss: float
 
     def logits(self, models: list[Array]) -> Array:
@@ -80,9 +89,8 @@ class Pool:
 
     def probabilities(self, models: list[Array]) -> Array:
         """The probability of each class."""
-        p = softmax(self.logits(models), 1)
-        mixed: Array = (1 - self.strangeness) * p + self.strangeness / p.shape[1]
-        return mixed
+        p: Array = softmax(self.logits(models), 1)
+        return p
 
 
 def fit_pool(models: list[Array], labels: Array) -> Pool:
@@ -112,13 +120,7 @@ def fit_pool(models: list[Array], labels: Array) -> Pool:
     bounds = [(0, None)] * len(models) + [(None, None)] * classes
     found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
     a, c = found.x[: len(models)], found.x[len(models) :]
-    p = softmax(np.tensordot(a, Z, 1) + c, 1)[np.arange(count), labels]
-    strange = 0.02
-    for _ in range(_ITERATIONS):
-        chance = strange / classes
-        strange = (float((chance / ((1 - strange) * p + chance)).sum()) + 0.5) / (count + 1)
-    loss = float(-np.log((1 - strange) * p + strange / classes).mean())
-    return Pool(a * sharpness, c, strange, loss)
+    return Pool(a * sharpness, c, cross_entropy(np.tensordot(a, Z, 1) + c, labels))
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def _first(labels: Array) -> Array:
     return column
 
 
-def fit_noise(p: Array, b: Array, labels: Array, known: Array | None = None) -> NoiseModel:
+def fit_noise(
+    p: Array, b: Array, labels: Array, known: Array | None = None, by_class: bool = False
+) -> NoiseModel:
     """The T and s that fit the labels best.
 
     Args:
@@ -161,21 +165,22 @@ def fit_noise(p: Array, b: Array, labels: Array, known: Array | None = None) -> 
         b: the probability of each label, for each sample.
         labels: the labels that were given, of shape (n, annotators).
         known: how often each class is known to have been given each label.
+        by_class: whether s is zero: labels depend on the class alone.
     """
     every = -(-len(p) // _MOST_SAMPLES)  # more samples would not change the estimate
     p, b, labels = p[::every], b[::every], labels[::every]
     classes = p.shape[1]
     identity = np.eye(classes)
     known = np.zeros((classes, classes)) if known is None else known
-    noise = NoiseModel(0.8 * identity + 0.2 / classes, 0.1)
+    noise = NoiseModel(0.8 * identity + 0.2 / classes, 0.0 if by_class else 0.1)
     rows, voted = np.arange(len(p)), _first(labels)
     count = int((labels != MISSING).sum())
     for _ in range(_ITERATIONS):
         posterior = noise.posterior(p, b, labels)
         counts = known.copy()
         for column in labels.T:
-            by_class = (1 - noise.share) * noise.transitions.T[column]
-            part = posterior * by_class / (noise._likelihood(b, column) + 1e-300)
+            confused = (1 - noise.share) * noise.transitions.T[column]
+            part = posterior * confused / (noise._likelihood(b, column) + 1e-300)
             counts += part.T @ (identity[column] * (column != MISSING)[:, None])
         by_features = 1 - (counts.sum() - known.sum()) / count
         wrong = 1 - (np.trace(counts) + 0.5) / (counts.sum() + 1)
@@ -183,7 +188,7 @@ def fit_noise(p: Array, b: Array, labels: Array, known: Array | None = None) -> 
         counts += _PRIOR * expected
         T = counts / counts.sum(1, keepdims=True)
         least = _LEAST_PART * float(1 - posterior[rows, voted].mean())
-        share = max(float(by_features), least)
+        share = 0.0 if by_class else max(float(by_features), least)
         change = max(float(np.abs(T - noise.transitions).max()), abs(share - noise.share))
         noise = NoiseModel(T, share)
         if change < _TOLERANCE:
@@ -204,6 +209,48 @@ def anchored(b: Array) -> tuple[Array, Array]:
     T /= T.sum(1, keepdims=True)
     p = np.maximum(np.linalg.lstsq(T.T, b.T, rcond=None)[0].T, 1e-4)
     return T, p / p.sum(1, keepdims=True)
+
+
+def separated(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """T and p from labels alone, with p = softmax(a z + c) of the logits z.
+
+    The labels follow p T. Where classes overlap, labels become sure as fast as p does, and T is the
+    identity; where labels are wrong, some disagree however far a sample is from other classes.
+    Only wrong labels that show in this way are found. T, a and c maximise the likelihood, by
+    expectation maximisation; as a prior, a few labels of each class are right.
+    """
+    every = -(-len(labels) // _MOST_SAMPLES)
+    some, given = logits[::every], labels[::every]
+    classes = logits.shape[1]
+    identity = np.eye(classes)
+    T = 0.8 * identity + 0.2 / classes
+    sharpness, _ = fit_sharpness(some, given)
+    z = sharpness * some
+    link = np.concatenate([[1.0], np.zeros(classes)])
+
+    def objective(v: Array, q: Array) -> tuple[float, Array]:
+        log_p = log_softmax(v[0] * z + v[1:], 1)
+        slope = np.exp(log_p) - q
+        loss = 0.5 * _PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
+        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + _PRECISION * v[1:]])
+        return loss / len(given), gradient / len(given)
+
+    for _ in range(_ITERATIONS):
+        before = T, link[0]
+        p = softmax(link[0] * z + link[1:], 1)
+        for _ in range(3):  # T converges more slowly than the link, and costs less
+            q = p * T.T[given]
+            q /= q.sum(1, keepdims=True) + 1e-300
+            counts = q.T @ identity[given] + _PRECISION * identity
+            T = counts / counts.sum(1, keepdims=True)
+        bounds = [(0, None)] + [(None, None)] * classes
+        options = {"maxiter": 5}
+        link = minimize(
+            objective, link, (q,), "L-BFGS-B", jac=True, bounds=bounds, options=options
+        ).x
+        if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
+            break
+    return T, softmax(link[0] * sharpness * logits + link[1:], 1)
 
 
 def threshold(quality: Array) -> float:

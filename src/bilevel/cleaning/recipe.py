@@ -37,8 +37,9 @@ from bilevel.cleaning.noise import (
     fit_pool,
     fit_sharpness,
 )
+from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask, SearchSettings
-from bilevel.cleaning.verdict import Evidence, Verdict, judge, shows_noise
+from bilevel.cleaning.verdict import CLEARLY, Signs, Verdict, judge, signs_of_noise
 from bilevel.cleaning.weights import History, learn_weights
 
 POOLED = "all of them, pooled"
@@ -111,16 +112,19 @@ def clean(
         checked = Evidence(
             pool.probabilities([fit.trusted for fit in pooled]),
             softmax(sharpness * noisy.trusted, 1),
+            noisy.trusted,
         )
-    evident = not task.verified or shows_noise(
-        [noisy.judged, *(fit.judged for fit in pooled[1:])],
-        [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
-        fits.given,
-        fits.right,
-        pool.loss,
-    )
-    verdict = judge(Evidence(p, frequency), checked, task, noise, evident)
-    # With the final verdicts the cleaned model is fitted once more.
+    signs: Signs | None = None
+    if task.verified:
+        signs = signs_of_noise(
+            [noisy.judged, *(fit.judged for fit in pooled[1:])],
+            [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
+            fits.given,
+            fits.right,
+            pool.loss,
+        )
+    verdict = judge(Evidence(p, frequency, noisy.judged), checked, task, noise, signs)
+    # The cleaned model is fitted to all samples with the final verdicts.
     pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}
     if learned is not None and searcher is not None:
@@ -164,7 +168,7 @@ def _verified(
     votes = task.votes
     trusted, by_fold = fits.trusted_only()
     everything = np.ones(len(fits.given))
-    both = fits.together(BOTH, everything, [everything] * task.folds, noisy.ridge, noisy.model)
+    both = fits.together(BOTH, [everything] * task.folds, everything, noisy.ridge, noisy)
     first, firsts = [trusted.trusted, noisy.trusted], [[z, noisy.judged] for z in by_fold]
     whole = [trusted.judged, noisy.judged]
     if learned is not None and searcher is not None:
@@ -186,8 +190,7 @@ def _verified(
         return passed
 
     kept = [passed(some) for some in firsts]
-    ridge = fits.cleaned_ridge(kept[0], noisy.ridge, noisy.model)
-    cleaned = fits.together(CLEANED, passed(whole), kept, ridge, noisy.model)
+    cleaned = fits.together(CLEANED, kept, None, fits.cleaned_ridge(kept[0], both), both)
     pooled = [trusted, both, cleaned]
     pool = fit_pool([fit.trusted for fit in pooled], fits.right)
     compared = {fit.name: _compared(fit.trusted, fits.right) for fit in (noisy, *pooled)}
@@ -205,10 +208,14 @@ def _unverified(
     noise = NoiseModel(T, 0.05)
     quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
     kept = (quality >= 0.5).astype(float)
-    cleaned = fits.together(CLEANED, kept, [kept] * task.folds, noisy.ridge, noisy.model)
+    cleaned = fits.together(CLEANED, [kept] * task.folds, None, noisy.ridge, noisy)
     sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
-    pool = Pool(np.array([sharpness]), np.zeros(p.shape[1]), 0.0, float("nan"))
-    return [cleaned], pool, p, noise, {}
+    return [cleaned], _single(sharpness, p.shape[1]), p, noise, {}
+
+
+def _single(sharpness: float, classes: int) -> Pool:
+    """A pool of one model, of which no trusted sample says how good it is."""
+    return Pool(np.array([sharpness]), np.zeros(classes), float("nan"))
 
 
 def _compared(logits: Array, labels: Array) -> Compared:
@@ -233,8 +240,7 @@ def _helped(pooled: list[CrossFit], labels: Array) -> bool:
 
 
 def _clearly_positive(differences: Array) -> bool:
-    """Whether the mean is above its 1.6 standard errors, which is so by chance in one of 20."""
-    return bool(differences.mean() > 1.6 * differences.std() / len(differences) ** 0.5)
+    return bool(differences.mean() > CLEARLY * differences.std() / len(differences) ** 0.5)
 
 
 def _from_predictions(task: CleaningTask) -> CleaningResult:
@@ -244,18 +250,20 @@ def _from_predictions(task: CleaningTask) -> CleaningResult:
     given, right = task.labels[task.judged].numpy(), task.labels[task.trusted].numpy()
     sharpness, _ = fit_sharpness(judged, given)
     frequency = softmax(sharpness * judged, 1)
-    checked, noise = None, None
+    checked, noise, signs = None, None, None
     if task.verified:
         pool = fit_pool([trusted], right)
         p = pool.probabilities([judged])
         if task.old_labels is not None:
-            checked = Evidence(pool.probabilities([trusted]), softmax(sharpness * trusted, 1))
+            seen = softmax(sharpness * trusted, 1)
+            checked = Evidence(pool.probabilities([trusted]), seen, trusted)
+        signs = signs_of_noise([judged], [trusted], given, right, pool.loss)
         compared = {POOLED: _compared(trusted, right)}
     else:
         T, p = anchored(frequency)
         noise, compared = NoiseModel(T, 0.05), {}
-        pool = Pool(np.array([sharpness]), np.zeros(p.shape[1]), 0.0, float("nan"))
-    verdict = judge(Evidence(p, frequency), checked, task, noise)
+        pool = _single(sharpness, p.shape[1])
+    verdict = judge(Evidence(p, frequency, judged), checked, task, noise, signs)
     weights = verdict.quality[np.isin(task.judged.numpy(), task.train.numpy())]
     settings = {"labels by features": verdict.noise.share}
     return CleaningResult(

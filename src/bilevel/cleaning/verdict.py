@@ -17,22 +17,19 @@ from bilevel.cleaning.noise import (
     fit_sharpness,
     threshold,
 )
+from bilevel.cleaning.suggestions import (
+    HARDLY_ANY,
+    ODDS,
+    Evidence,
+    with_trusted,
+    without_trusted,
+)
 from bilevel.cleaning.task import CleaningTask
-
-_ODDS, _EXCESS, _ODDS_UNVERIFIED = 3.0, 4.0, 50.0
-"""When a suggestion is made: how much better than even the odds must be, in two ways.
-
-How far a label depends on the class and how far on the features is not known from the labels alone.
-A suggestion is made if it is _ODDS times as probable as the given label by the noise model, and if
-samples like this one are given the label _EXCESS times as often as it is right, which is so
-whatever the noise is. Without trusted samples the odds themselves are in doubt, and have to be
-better than _ODDS_UNVERIFIED.
-"""
-
 
 _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
 _TELLING = 100  # trusted samples; three standard errors of a share of 10% are then below 10%
-_HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
+CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
+_CONTRADICTION = 20.0  # nats; with a few trusted samples, 10 were gained by chance
 
 
 @dataclass(frozen=True)
@@ -62,28 +59,31 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the models say about samples, none of which they were fitted to.
+class Signs:
+    """Whether trusted samples are labelled otherwise than the judged ones are.
 
     Attributes:
-        p: the probability of each class.
-        frequency: the probability of each label.
+        expected: whether wrong labels are to be expected.
+        certain: whether it is certain enough to change labels by it.
     """
 
-    p: Array
-    frequency: Array
+    expected: bool
+    certain: bool
 
 
-def shows_noise(
+def signs_of_noise(
     judged: list[Array], trusted: list[Array], given: Array, right: Array, loss: float
-) -> bool:
-    """Whether trusted samples are labelled otherwise than the judged ones are.
+) -> Signs:
+    """Compare the labels of trusted samples with those of the judged ones.
 
     If no label is wrong, one pool predicts the labels of both, and a pool of their own gains little
     for the trusted samples: by chance half a nat for each class, as each has a bias of its own, and
     half a nat for the rest. The loss of one model is then the same on both, too; three standard
     errors apart, it is not. Fewer than 100 trusted samples do not tell whether a tenth of the
     labels is wrong; then it is assumed, unless models predict more than nine tenths of the labels.
+
+    It is certain if the given labels are clearly harder to predict than the trusted ones, as wrong
+    labels are unless they follow the features, or if the trusted ones contradict them by far.
 
     Args:
         judged, trusted: the logits of models, none of which were fitted to these samples.
@@ -94,19 +94,23 @@ def shows_noise(
     judged, given = [z[::every] for z in judged], given[::every]
     models = [np.concatenate(pair) for pair in zip(judged, trusted, strict=True)]
     one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
-    chances = one[np.arange(len(right)), right]
-    if -np.log(chances).sum() - len(right) * loss > 0.5 * one.shape[1] + 0.5:
-        return True
+    chances = np.maximum(one[np.arange(len(right)), right], 1e-300)
+    gained = -np.log(chances).sum() - len(right) * loss
     differ = float((judged[0].argmax(1) != given).mean())
-    if len(right) < _TELLING and differ > 0.1:
-        return True
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
         -log_softmax(sharpness * z, 1)[np.arange(len(labels)), labels]
         for z, labels in ((judged[0], given), (trusted[0], right))
     )
     spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
-    return bool(abs(first.mean() - second.mean()) > 3 * spread)
+    harder = float(first.mean() - second.mean()) / max(spread, 1e-12)
+    expected = (
+        gained > 0.5 * one.shape[1] + 0.5
+        or (len(right) < _TELLING and differ > 0.1)
+        or abs(harder) > 3
+    )
+    certain = expected and (harder > CLEARLY or gained > _CONTRADICTION)
+    return Signs(bool(expected), bool(certain))
 
 
 def judge(
@@ -114,7 +118,7 @@ def judge(
     checked: Evidence | None,
     task: CleaningTask,
     noise: NoiseModel | None,
-    evident: bool = True,
+    signs: Signs | None = None,
 ) -> Verdict:
     """Judge the labels.
 
@@ -123,7 +127,7 @@ def judge(
         checked: the models on the trusted samples; needed if these have old labels.
         task: the samples.
         noise: how labels come about; None: that is estimated.
-        evident: whether the trusted samples show that labels are wrong at all.
+        signs: whether the trusted samples show that labels are wrong at all; None: not known.
     """
     p, frequency, votes = judged.p, judged.frequency, task.votes
     given = task.labels[task.judged].numpy()
@@ -138,19 +142,20 @@ def judge(
     posterior = noise.posterior(p, frequency, votes)
     quality = posterior[rows, given]
     measured = old is not None and checked is not None
+    certain = signs is not None and signs.certain
     if old is not None and checked is not None:
         right = task.labels[task.trusted].numpy() == old
+        certain = not right.all()
         before = noise.posterior(checked.p, checked.frequency, old[:, None])
         calibrated = _calibrated(before[np.arange(len(old)), old], right, quality)
         posterior = posterior * ((1 - calibrated) / np.maximum(1 - quality, 1e-9))[:, None]
         posterior[rows, given] = calibrated
         quality = calibrated
-    best = posterior.argmax(1)
-    odds = posterior[rows, best] / np.maximum(quality, 1e-12)
-    excess = frequency[rows, given] / np.maximum(p[rows, given], 1e-12)
-    least = _ODDS if fitted else _ODDS_UNVERIFIED
-    better = (odds > least) & ((excess > _EXCESS) | measured)
-    suggested = np.where(better, best, given)
+    suggested = given.copy()
+    if certain:
+        suggested = with_trusted(judged, posterior, given, votes, measured)
+    elif not fitted:
+        suggested = without_trusted(judged, given)
     wrong = float((1 - quality).mean())
     low = high = wrong
     if fitted and not measured:
@@ -162,10 +167,10 @@ def judge(
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
     limit = threshold(quality)
-    if not fitted or wrong < _HARDLY_ANY:  # what is rare or uncertain has to be probable, too
+    if not fitted or wrong < HARDLY_ANY:  # what is rare or uncertain has to be probable, too
         limit = min(limit, 0.5)
-    if not evident and not measured:
-        low, limit = 0.0, min(limit, 1 / (1 + _ODDS))
+    if signs is not None and not signs.expected and not measured:
+        low, limit = 0.0, min(limit, 1 / (1 + ODDS))
     return Verdict(
         quality=quality,
         posterior=posterior,

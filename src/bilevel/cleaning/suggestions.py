@@ -1,0 +1,83 @@
+"""Better labels, offered only where accepting all of them is expected to help.
+
+That a label is improbable does not make another one right: how labels come about is estimated, and
+so are the probabilities of classes. A suggestion is made where it holds in spite of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bilevel.cleaning.noise import Array, NoiseModel, fit_noise, separated
+
+ODDS = 3.0
+"""How much more probable than the given label a suggestion must be, as probabilities are off."""
+_EXCESS = 4.0
+"""How much more often a label must be given than it is right, among samples like this one.
+
+However labels come about, a label that is given b times and right p times is right with at most
+the probability p / b.
+"""
+_ODDS_ALONE, _SURE, HARDLY_ANY = 20.0, 0.9, 0.03
+"""Without trusted samples: the odds, the mean probability of the best class, and the share of wrong
+labels from which on suggestions are made.
+
+Wrong labels are told from classes that overlap by the samples that are far from other classes; if
+few are, nothing is told. Models find a few wrong labels even where there are none.
+"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the models say about samples, none of which they were fitted to.
+
+    Attributes:
+        p: the probability of each class.
+        frequency: the probability of each label.
+        logits: of the model that was fitted to the labels as they were given.
+    """
+
+    p: Array
+    frequency: Array
+    logits: Array
+
+
+def with_trusted(
+    evidence: Evidence, posterior: Array, given: Array, votes: Array, measured: bool
+) -> Array:
+    """The labels that are better whether labels depend on features or on the class alone.
+
+    Args:
+        evidence: the models.
+        posterior: the probability of each class, given the label.
+        given: the label of each sample.
+        votes: the labels by all annotators.
+        measured: whether ``posterior`` is corrected by labels that are known to be wrong or right.
+    """
+    p, frequency, rows = evidence.p, evidence.frequency, np.arange(len(given))
+    best = posterior.argmax(1)
+    better = _odds(posterior, best, given) > ODDS
+    if not measured:
+        by_class = fit_noise(p, frequency, votes, by_class=True).posterior(p, frequency, votes)
+        better &= _odds(by_class, best, given) > ODDS
+        better &= frequency[rows, given] > _EXCESS * p[rows, given]
+    return np.where(better, best, given)
+
+
+def without_trusted(evidence: Evidence, given: Array) -> Array:
+    """The labels that are better by what the given ones show by themselves."""
+    T, p = separated(evidence.logits, given)
+    posterior = NoiseModel(T, 0.0).posterior(p, evidence.frequency, given[:, None])
+    best = posterior.argmax(1)
+    wrong = 1 - float(posterior[np.arange(len(given)), given].mean())
+    if wrong < HARDLY_ANY or float(p.max(1).mean()) < _SURE:
+        return given.copy()
+    return np.where(_odds(posterior, best, given) > _ODDS_ALONE, best, given)
+
+
+def _odds(posterior: Array, best: Array, given: Array) -> Array:
+    rows = np.arange(len(given))
+    odds: Array = posterior[rows, best] / np.maximum(posterior[rows, given], 1e-12)
+    return odds
