@@ -5,8 +5,8 @@ Six collections of digits are at hand, each turned by another angle and one with
 nothing, and fifty digits that are turned as those that one will be asked about. x holds a number
 for each collection, the logarithm of its share of the training loss; y is a linear classifier; f is
 its loss on the fifty digits. Compared are equal shares, training on the fifty digits alone, and
-both together. Betty has the task as data reweighting, DoGE and DoReMi for the sources of a
-language model, for which ``bilevel`` has :class:`bilevel.DataMixer`.
+both together. DoReMi and DoGE have the task for the sources of a language model, for which
+``bilevel`` has :class:`bilevel.DataMixer`; Betty's example is nearest in the weights of samples.
 
 .. gallery-result:: domain_weights
 """
@@ -54,7 +54,7 @@ def trained(domains: list[Domain], target: Domain, method: str, steps: int) -> T
     sizes = [len(own) for _, own in domains]
 
     def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
-        losses = functional.cross_entropy(X @ y, labels, reduction="none").split(sizes)
+        losses = torch.split(functional.cross_entropy(X @ y, labels, reduction="none"), sizes)
         shares = x.softmax(0) @ torch.stack([own.mean() for own in losses])
         return shares + 1e-3 * (y**2).sum()
 
@@ -63,7 +63,8 @@ def trained(domains: list[Domain], target: Domain, method: str, steps: int) -> T
 
     x, y = torch.zeros(len(domains)), torch.zeros(X.shape[1], 10)
     problem = bilevel.Problem(upper, lower)
-    return bilevel.minimize(problem, x, y, method=method, steps=steps).y
+    found: Tensor = bilevel.minimize(problem, x, y, method=method, steps=steps).y
+    return found
 
 
 def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
@@ -74,10 +75,10 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     )
     images, labels = digits(small)
     order = torch.randperm(len(images), generator=generator)
-    few, test, rest = order.split([FEW, len(order) - FEW - 6 * each, 6 * each])
+    few, test, rest = torch.split(order, [FEW, len(order) - FEW - 6 * each, 6 * each])
     domains = [
         (turned(images[rows], angle), labels[rows])
-        for rows, angle in zip(rest.split(each), ANGLES, strict=True)
+        for rows, angle in zip(torch.split(rest, each), ANGLES, strict=True)
     ]
     X, right = domains[WRONG]
     domains[WRONG] = X, right[torch.randperm(each, generator=generator)]

@@ -45,7 +45,8 @@ def values(policy: Tensor, rewards: Tensor, moves: Tensor, discount: Tensor | fl
     discount = torch.as_tensor(discount).to(to).expand(to.shape[:-1])
     gained = (1 - discount) * (policy * rewards).sum(-1)
     system = torch.eye(STATES, dtype=to.dtype) - discount[..., None] * to
-    return torch.linalg.solve(system, gained)
+    found: Tensor = torch.linalg.solve(system, gained)
+    return found
 
 
 def best_policy(rewards: Tensor, moves: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
         x = torch.full((count, 1), discount, dtype=torch.float64).logit()
         y = torch.zeros(count, STATES, ACTIONS, dtype=torch.float64)
         problem = bilevel.Problem(upper, lower)
-        return bilevel.minimize(problem, x, y, method=method, steps=steps).y.softmax(-1)
+        found: Tensor = bilevel.minimize(problem, x, y, method=method, steps=steps).y
+        return found.softmax(-1)
 
     def returns(policy: Tensor, moves: Tensor = true) -> Tensor:
         return values(policy, rewards, moves, TRUE).mean(-1)

@@ -10,6 +10,11 @@ second derivatives; ANIL adapts the last layer alone, here by F2SA too. All lear
 of one processor core. The baselines adapt untrained weights, and weights that were trained for that
 time to tell all known characters apart.
 
+In the few seconds of this comparison MAML by ITD is ahead of F2SA, which is ahead of both
+baselines. The adaptation has three steps, and MAML learns weights for just these, where F2SA follows
+the minimum that they do not reach; the last layer alone is adapted by too little in them. The steps
+of both levels are set, as MAML's are.
+
 .. gallery-result:: omniglot
 """
 
@@ -36,9 +41,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 MAML = bilevel.ITD(lower_lr=0.4, inner_steps=3, upper_optimizer=adam)
-IMAML = bilevel.F2SA(
-    lower_lr=0.4, inner_steps=3, multiplier=3.0, single_pass=True, upper_optimizer=adam
-)
+IMAML = bilevel.F2SA(lower_lr=0.4, inner_steps=3, multiplier=3.0, upper_optimizer=adam)
 
 
 def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
@@ -47,10 +50,11 @@ def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         blots = torch.randn(200, 1, 1, SIDE // 2, SIDE // 2, generator=generator)
         noise = torch.randn(200, 10, 1, SIDE, SIDE, generator=generator)
-        return (nn.Upsample(scale_factor=(1, 2, 2))(blots) + 3 * noise).split(100)
+        drawn = nn.Upsample(scale_factor=(1, 2, 2))(blots) + 3 * noise
+        return drawn[:100], drawn[100:]
     images, _, new = bilevel.data.omniglot()
     pooled = functional.avg_pool2d(images.flatten(0, 1)[:, None].float(), 2)
-    pooled = pooled.unflatten(0, images.shape[:2])  # type: ignore[no-untyped-call]
+    pooled = torch.unflatten(pooled, 0, images.shape[:2])
     return pooled[~new], pooled[new]
 
 
@@ -116,7 +120,7 @@ def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> No
         labels, steps = torch.randint(len(images), (128,)), steps - 1
         batch = images[labels, torch.randint(images.shape[1], (128,))]
         optimizer.zero_grad()
-        functional.cross_entropy(head(x["body"](batch)), labels).backward()
+        functional.cross_entropy(head(x["body"](batch)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

@@ -35,6 +35,12 @@ def test_learned_discount() -> None:
 
 
 @pytest.mark.slow
+def test_adversarial_training() -> None:
+    _, (robust, plain, noisy) = compared("adversarial_training")
+    assert robust < min(plain, noisy)
+
+
+@pytest.mark.slow
 def test_omniglot() -> None:
     module = importlib.import_module("gallery.omniglot")
     found = module.compare(small=True)
