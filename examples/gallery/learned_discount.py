@@ -35,7 +35,7 @@ def worlds(count: int, seen: int, seed: int) -> tuple[Tensor, list[Tensor]]:
     kept = scores * (scores >= scores.topk(NEXT).values[..., -1:])
     true = kept / kept.sum(-1, keepdim=True)
     drawn = torch.multinomial(true.flatten(0, -2), 2 * seen, replacement=True, generator=generator)
-    drawn = torch.nn.functional.one_hot(drawn, STATES).to(true).unflatten(0, shape)
+    drawn = torch.unflatten(torch.nn.functional.one_hot(drawn, STATES).to(true), 0, shape)
     return rewards, [true, drawn[..., :seen, :].mean(-2), drawn[..., seen:, :].mean(-2)]
 
 

@@ -11,9 +11,9 @@ of one processor core. The baselines adapt untrained weights, and weights that w
 time to tell all known characters apart.
 
 In the few seconds of this comparison MAML by ITD is ahead of F2SA, which is ahead of both
-baselines. The adaptation has three steps, and MAML learns weights for just these, where F2SA follows
-the minimum that they do not reach; the last layer alone is adapted by too little in them. The steps
-of both levels are set, as MAML's are.
+baselines. The adaptation has three steps, and MAML learns weights for just these, where F2SA
+follows the minimum that they do not reach; ANIL, with the same settings, is unsteady. The steps of
+both levels are set, as MAML's are.
 
 .. gallery-result:: omniglot
 """
@@ -109,7 +109,8 @@ def pulled(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
     """The loss with a pull of y back to x."""
     start = x["head"] if isinstance(y, nn.Linear) else x
     pairs = zip(start.parameters(), y.parameters(), strict=True)
-    return plain(x, y, batch) + PULL * sum(((b - a) ** 2).sum() for a, b in pairs)
+    distance: Tensor = sum(((b - a) ** 2).sum() for a, b in pairs)
+    return plain(x, y, batch) + PULL * distance
 
 
 def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> None:
