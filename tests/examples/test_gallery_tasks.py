@@ -42,7 +42,6 @@ def test_adversarial_training() -> None:
 
 @pytest.mark.slow
 def test_omniglot() -> None:
-    module = importlib.import_module("gallery.omniglot")
-    found = module.compare(small=True)
-    assert set(found.values()) <= {accuracy for accuracy in found.values() if 20 < accuracy <= 100}
-    assert found["ANIL (F2SA), 5 shots"] > 30
+    found = importlib.import_module("gallery.omniglot").compare(small=True)
+    assert found["iMAML (F2SA), 5 shots"] > found["untrained weights, 5 shots"]
+    assert found["iMAML (F2SA), 1 shot"] > found["untrained weights, 1 shot"]
