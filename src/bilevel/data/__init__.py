@@ -12,25 +12,30 @@ from bilevel.data.files import DataSet, RemoteFile, cache_folder
 from bilevel.data.idx import read_idx
 from bilevel.data.mnist import MNIST, Mnist, mnist
 from bilevel.data.newsgroups import NEWSGROUPS, Newsgroups, newsgroups, read_newsgroups
+from bilevel.data.omniglot import OMNIGLOT, Omniglot, omniglot, read_omniglot
 from bilevel.data.shakespeare import SHAKESPEARE, read_shakespeare, shakespeare
 
 __all__ = [
     "COVERTYPE",
     "MNIST",
     "NEWSGROUPS",
+    "OMNIGLOT",
     "SHAKESPEARE",
     "Covertype",
     "DataSet",
     "Mnist",
     "Newsgroups",
+    "Omniglot",
     "RemoteFile",
     "cache_folder",
     "covertype",
     "mnist",
     "newsgroups",
+    "omniglot",
     "read_covertype",
     "read_idx",
     "read_newsgroups",
+    "read_omniglot",
     "read_shakespeare",
     "shakespeare",
 ]

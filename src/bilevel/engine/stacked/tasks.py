@@ -2,8 +2,8 @@
 
 Objectives are the sums over the tasks, so that every copy moves as if it were alone; the evaluator
 divides the direction of x and what is reported by their number. One call of ``torch.vmap``
-evaluates all of them (its rule for convolutions is one grouped convolution); what it cannot
-evaluate is taken task by task.
+evaluates all of them, convolutions as one (:mod:`bilevel.engine.stacked.convolutions`); what it
+cannot evaluate is taken task by task.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.engine.stacked.convolutions import SideBySide
 from bilevel.engine.stacked.stack import StackedVariable, each
 from bilevel.engine.stacked.streams import UnbatchableError
 from bilevel.errors import ArgumentError
@@ -74,6 +75,7 @@ class TaskProblem(Problem):
         super().__init__(problem.upper, problem.lower, problem.x_set, problem.y_set)
         self._problem = problem
         self._one_by_one = False
+        self._side_by_side = SideBySide()
 
     def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
         return self._sum(self._problem.f, x, y, batch, metrics)
@@ -97,7 +99,8 @@ class TaskProblem(Problem):
         assert isinstance(y, TaskVariable)
         if not self._one_by_one and batch.stacked is not None:
             try:
-                return _at_once(objective, x, y, batch, metrics)
+                with self._side_by_side:
+                    return _at_once(objective, x, y, batch, metrics)
             except UnbatchableError as error:
                 self._one_by_one = True
                 logging.getLogger("bilevel").info(

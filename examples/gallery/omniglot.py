@@ -1,0 +1,168 @@
+"""Few-shot learning of characters
+===============================
+
+A task shows five characters of Omniglot, one or five drawings of each, and asks which of them other
+people have drawn. The characters of the test are of alphabets that were never seen. x holds the
+initial weights of a small convolutional network, y the weights adapted to one task; f is the loss
+on the drawings that are asked about. MAML unrolls the adaptation (``ITD``, as higher, TorchOpt and
+learn2learn do); iMAML has a pull back to x in its place, and F2SA follows its minimum without
+second derivatives; ANIL adapts the last layer alone, here by F2SA too. All learn for the same time
+of one processor core. The baselines adapt untrained weights, and weights that were trained for that
+time to tell all known characters apart.
+
+In the few seconds of this comparison MAML by ITD is ahead of F2SA, which is ahead of both
+baselines. The adaptation has three steps, and MAML learns weights for just these, where F2SA
+follows the minimum that they do not reach; ANIL, with the same settings, is unsteady. The steps of
+both levels are set, as MAML's are.
+
+.. gallery-result:: omniglot
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bilevel
+
+MEASURE = "accuracy on new characters, 5-way, %"
+BETTER = max
+WAYS, ASKED, TASKS, PULL, SIDE = 5, 5, 8, 0.05, 14
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    """What moves x."""
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+MAML = bilevel.ITD(lower_lr=0.4, inner_steps=3, upper_optimizer=adam)
+IMAML = bilevel.F2SA(lower_lr=0.4, inner_steps=3, multiplier=3.0, upper_optimizer=adam)
+
+
+def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
+    """Characters to learn from and new ones: (characters, people, 1, 14, 14)."""
+    if small:  # blots, of which people draw noisy copies
+        generator = torch.Generator().manual_seed(seed)
+        blots = torch.randn(200, 1, 1, SIDE // 2, SIDE // 2, generator=generator)
+        noise = torch.randn(200, 10, 1, SIDE, SIDE, generator=generator)
+        drawn = nn.Upsample(scale_factor=(1, 2, 2))(blots) + 3 * noise
+        return drawn[:100], drawn[100:]
+    images, _, new = bilevel.data.omniglot()
+    pooled = functional.avg_pool2d(images.flatten(0, 1)[:, None].float(), 2)
+    pooled = torch.unflatten(pooled, 0, images.shape[:2])
+    return pooled[~new], pooled[new]
+
+
+def task_of(images: Tensor, shots: int) -> Callable[[torch.Generator], Any]:
+    """What draws a task: drawings to adapt to, and drawings that are asked about."""
+
+    def task(generator: torch.Generator) -> Any:
+        characters = torch.randperm(len(images), generator=generator)[:WAYS]
+        people = torch.rand(WAYS, images.shape[1], generator=generator).argsort(1)
+        chosen = images[characters[:, None], people[:, : shots + ASKED]]
+        parts = chosen[:, :shots], chosen[:, shots:]
+        return [(p.flatten(0, 1), torch.arange(WAYS).repeat_interleave(p.shape[1])) for p in parts]
+
+    return task
+
+
+def network() -> nn.ModuleDict:
+    """Three convolutions, and a layer for the characters of a task."""
+    layers: list[nn.Module] = []
+    for channels in (1, 16, 16):
+        norm = nn.BatchNorm2d(16, track_running_stats=False)
+        layers += [nn.Conv2d(channels, 16, 3, stride=2, padding=1), norm, nn.ReLU()]
+    return nn.ModuleDict(
+        {"body": nn.Sequential(*layers, nn.Flatten()), "head": nn.Linear(64, WAYS)}
+    )
+
+
+def whole(x: nn.ModuleDict) -> nn.Module:
+    """What MAML adapts."""
+    return x
+
+
+def last(x: nn.ModuleDict) -> nn.Module:
+    """What ANIL adapts."""
+    return x["head"]
+
+
+def upper(x: nn.ModuleDict, y: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss on a batch, and the accuracy; y is a network or its last layer."""
+    body, head = (x["body"], y) if isinstance(y, nn.Linear) else (y["body"], y["head"])
+    scores = head(body(batch[0]))
+    accuracy = 100 * (scores.argmax(1) == batch[1]).float().mean()
+    return functional.cross_entropy(scores, batch[1]), {"accuracy": accuracy}
+
+
+def plain(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
+    """The loss alone."""
+    return upper(x, y, batch)[0]
+
+
+def pulled(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
+    """The loss with a pull of y back to x."""
+    start = x["head"] if isinstance(y, nn.Linear) else x
+    pairs = zip(start.parameters(), y.parameters(), strict=True)
+    distance: Tensor = sum(((b - a) ** 2).sum() for a, b in pairs)
+    return plain(x, y, batch) + PULL * distance
+
+
+def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> None:
+    """Train the body to tell all characters apart."""
+    end, head = time.process_time() + seconds, nn.Linear(64, len(images))
+    optimizer = torch.optim.Adam([*x["body"].parameters(), *head.parameters()], lr=1e-2)
+    while time.process_time() < end and steps > 0:
+        labels, steps = torch.randint(len(images), (128,)), steps - 1
+        batch = images[labels, torch.randint(images.shape[1], (128,))]
+        optimizer.zero_grad()
+        functional.cross_entropy(head(x["body"](batch)), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def run(x: Any, method: Any, tasks: Any, steps: int, seconds: float) -> Any:
+    """Steps on tasks, until the time is over."""
+    end = time.process_time() + seconds
+    return bilevel.minimize(
+        bilevel.Problem(upper, plain if method is MAML else pulled),
+        x,
+        tasks.start(x),
+        method=method,
+        data=tasks,
+        steps=steps,
+        callback=lambda solver, info: time.process_time() > end,
+    )
+
+
+def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
+    """The accuracy of each way to come by initial weights."""
+    seconds, steps, tested = (60.0, 6, 10) if small else (8.0, 100_000, 100)
+    known, new = drawings(small, seed)
+    found = {}
+    for name, shots, method, start in (
+        ("iMAML (F2SA), 5 shots", 5, IMAML, whole),
+        ("untrained weights, 5 shots", 5, None, whole),
+        ("trained on all characters, 5 shots", 5, None, whole),
+        ("MAML (ITD), 5 shots", 5, MAML, whole),
+        ("ANIL (F2SA), 5 shots", 5, IMAML, last),
+        ("iMAML (F2SA), 1 shot", 1, IMAML, whole),
+        ("untrained weights, 1 shot", 1, None, whole),
+        ("MAML (ITD), 1 shot", 1, MAML, whole),
+    ):
+        torch.manual_seed(seed)
+        x = network()
+        if method is not None:
+            tasks = bilevel.Episodes(task_of(known, shots), TASKS, start)
+            x = run(x, method, tasks, steps, seconds).x
+        elif name.startswith("trained"):
+            pretrain(x, known, seconds, steps)
+        # the first step of a run is judged before x moves
+        tasks = bilevel.Episodes(task_of(new, shots), tested, start)
+        judged = run(x, method or IMAML, tasks, 1, seconds).history
+        found[name] = float(judged["upper/accuracy"][0])
+    return found

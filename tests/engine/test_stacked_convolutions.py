@@ -1,0 +1,115 @@
+"""Convolutions and pools of several tasks: values and derivatives are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bilevel.engine.stacked.convolutions import SideBySide
+
+TASKS, SAMPLES = 3, 2
+
+
+def stack(*shape: int, gradient: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    made = torch.randn(TASKS, *shape, generator=generator, dtype=torch.float64)
+    return made.requires_grad_(gradient)
+
+
+def derivatives(values: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The value, its gradients, and the gradients of a scalar made of these."""
+    slopes = torch.autograd.grad((values**3).sum(), inputs, create_graph=True)
+    scalar = sum(((slope**2).sum() for slope in slopes), torch.zeros(()))
+    return [values, *slopes, *torch.autograd.grad(scalar, inputs)]
+
+
+def check(function: Callable[..., Tensor], *tensors: Tensor) -> None:
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+    with SideBySide():
+        at_once = torch.vmap(function)(*tensors)
+    one_by_one = torch.stack([function(*parts) for parts in zip(*tensors, strict=True)])
+    for found, known in zip(
+        derivatives(at_once, inputs), derivatives(one_by_one, inputs), strict=True
+    ):
+        torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 4, 8])
+def test_convolutions(channels: int, options: dict[str, Any], bias: bool) -> None:
+    images = stack(SAMPLES, channels, 7, 6, gradient=channels != 1)
+    kernels, shift = stack(5, channels, 3, 2), stack(5)
+
+    def one(images: Tensor, kernels: Tensor, shift: Tensor) -> Tensor:
+        found = torch.conv2d(images, kernels, shift if bias else None, **options)
+        return found if bias else found * shift[:, None, None]
+
+    check(one, images, kernels, shift)
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"padding": "same", "groups": 1}])
+def test_what_is_left_to_torch(options: dict[str, Any]) -> None:
+    images, kernels = stack(SAMPLES, 4, 5, 5), stack(4, 4 // options["groups"], 3, 3)
+    check(lambda a, b: torch.conv2d(a, b, **options), images, kernels)
+    one = stack(SAMPLES, 4, 5, 5)[0].detach()
+    check(lambda kernels: torch.conv2d(one, kernels, **options), kernels)
+    check(lambda a, b: torch.conv2d(a, b, **options), stack(4, 5, 5), kernels)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(3, stride=2, padding=1),
+        lambda images: functional.max_pool2d(images, 2, return_indices=True)[0],
+        lambda images: torch.max_pool2d(images, 3, stride=1),
+    ],
+)
+def test_pools(pool: Callable[[Tensor], Tensor]) -> None:
+    check(pool, stack(SAMPLES, 4, 7, 6))
+
+
+def test_a_network_of_all_kinds() -> None:
+    images = stack(SAMPLES, 1, 12, 12, gradient=False)
+    tensors = [stack(*shape) for shape in ((6, 1, 3, 3), (6,), (4, 6, 3, 3), (4,), (2, 16))]
+
+    def network(images: Tensor, *weights: Tensor) -> Tensor:
+        hidden = functional.conv2d(images, weights[0], weights[1], padding=1).tanh()
+        hidden = functional.max_pool2d(hidden, 2)
+        hidden = functional.conv2d(hidden, weights[2], weights[3], stride=2)
+        return hidden.tanh().flatten(1) @ weights[4].T
+
+    check(network, images, *tensors)
+
+
+def test_patches_are_those_of_the_present_images() -> None:
+    """Kept for the same images with the same window, and for nothing else."""
+    kernels, images = stack(2, 1, 3, 3), stack(SAMPLES, 1, 5, 5, gradient=False)
+    other, mode = 2 * images, SideBySide()
+
+    def convolved(of: Tensor, **options: Any) -> None:
+        function = lambda a, b: torch.conv2d(a, b, **options)  # noqa: E731
+        with mode:
+            found = torch.vmap(function)(of, kernels)
+        known = torch.stack([function(a, b) for a, b in zip(of, kernels, strict=True)])
+        torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
+
+    for of in (images, images, other, images):
+        convolved(of)
+    convolved(images, padding=1)
+    images.mul_(3)
+    convolved(images)
+    convolved(other)
