@@ -8,7 +8,7 @@ is the error on others.
 Compared are one strength of 1 over the number of samples, as scikit-learn's ``LinearSVC`` has by
 default, the best single strength of a grid, and the same strengths per pixel by implicit
 differentiation with conjugate gradients (AID), which is how JAXopt does it, whose example learns
-one strength, on the dual problem.
+one strength, on the dual problem. With both the strengths stay within the range of the grid.
 
 .. gallery-result:: multiclass_svm
 """
@@ -46,7 +46,7 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     def ridged(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         return hinge(x, y, batch) + (x.exp()[:, None] * y**2).sum()
 
-    problem = bilevel.Problem(hinge, ridged)
+    problem = bilevel.Problem(hinge, ridged, x_set=bilevel.sets.Box(-9, 3))  # as the grid
     start, zeros = torch.full((pixels,), -3.0), torch.zeros(pixels, 10)
     data: dict[str, Any] = {"upper_data": held_out, "lower_data": train}
 

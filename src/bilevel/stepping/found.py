@@ -360,7 +360,9 @@ class FoundSizes(GivenSizes):
 
     def _met(self) -> float:
         """The curvature that the lower steps met in the last outer step."""
-        felt = 0.0 if self.pace is None else 1 / self.pace.rate
+        felt = 0.0
+        if self.pace is not None:  # a gradient that was not finite leaves a rate of 0
+            felt = 1 / self.pace.rate if self.pace.rate else math.inf
         return max(self._numbers.steepness, felt)
 
     def _learn(self, way: Tensor, turn: Tensor, rise: float, error: float) -> None:
