@@ -10,8 +10,7 @@ better for the attacker.
 
 Compared are random perturbations of the same length, none, and unrolling ten steps of training
 (ITD) as one does with higher or TorchOpt. The attack is that of Munoz-Gonzalez and others (2017).
-Within these 50 steps unrolling gets as far or further: a short look ahead is enough for the attack,
-and its steps cost less.
+Within these 50 steps unrolling gets further in most seeds.
 
 .. gallery-result:: data_poisoning
 """

@@ -14,7 +14,7 @@ with 59 times as many parameters, and the same layer with 30 gradient steps unro
 TorchOpt do it. The task is that of OptNet (Amos and Kolter 2017). JAXopt and TorchOpt have implicit
 layers too; that of an equilibrium model is :func:`bilevel.fixed_point` here. Where so few steps are
 enough and g has second derivatives, unrolling is about as good. The network with 353 parameters
-is better than both: the layer is worth its time where parameters or data are scarce.
+is better than both.
 
 .. gallery-result:: implicit_layer
 """

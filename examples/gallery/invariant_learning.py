@@ -11,8 +11,7 @@ one classifier that is trained on both environments with these weights.
 
 Compared are the same classifier on all features, on the shape alone (whoever knows which features
 are invariant does better than what learns it), and with the penalty of that paper (IRMv1), which
-is better still: the weights leave
-some of the colour in, because a little of it with a ridge transfers well between the first two.
+is better than the learned weights.
 
 .. gallery-result:: invariant_learning
 """

@@ -5,10 +5,10 @@ y is a linear classifier of handwritten digits with a squared hinge loss, and x 
 of the strengths of its ridge, one for each pixel. f is the loss on held-out digits, and the measure
 is the error on others.
 
-Compared are one strength of 1 over the number of samples, as scikit-learn's ``LinearSVC`` has by
-default, the best single strength of a grid, and the same strengths per pixel by implicit
-differentiation with conjugate gradients (AID), which is how JAXopt does it, whose example learns
-one strength, on the dual problem. With both the strengths stay within the range of the grid.
+Compared are one strength of 1 over the number of samples, the best single strength of a
+grid, and the same strengths per pixel by implicit differentiation with conjugate gradients (AID).
+That is JAXopt's way, whose example learns one strength, on the dual problem. All strengths stay
+within the range of the grid.
 
 .. gallery-result:: multiclass_svm
 """
@@ -70,7 +70,7 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     best = min(grid, key=lambda x: float(hinge(x, fitted(x), held_out)))
     return {
         "a strength per pixel": judged(searched("f2sa")),
-        "the default strength": judged(torch.full((pixels,), -math.log(len(train[0])))),
+        "one strength, 1 / n": judged(torch.full((pixels,), -math.log(len(train[0])))),
         "the best strength of a grid": judged(best),
         "a strength per pixel, by AID": judged(searched("aid")),
     }

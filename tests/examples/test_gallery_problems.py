@@ -20,7 +20,7 @@ def test_implicit_layer() -> None:
 @pytest.mark.slow
 def test_multiclass_svm() -> None:
     found = compared("multiclass_svm")
-    assert found["a strength per pixel"] < found["the default strength"]
+    assert found["a strength per pixel"] < found["one strength, 1 / n"]
 
 
 @pytest.mark.slow
