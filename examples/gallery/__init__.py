@@ -1,1 +1,1 @@
-"""One file per problem; each has ``solve``, which returns what it reached and its baseline."""
+"""One file per problem; each has ``compare``, which runs bilevel's way and others on one seed."""

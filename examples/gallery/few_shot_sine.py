@@ -1,12 +1,22 @@
-"""Few-shot regression of sine waves: MAML by ITD, and iMAML without second derivatives by F2SA.
+"""Few-shot regression of sine waves
+=================================
 
-A task is a sine of random amplitude and phase, of which ten points are seen. x holds the initial
-weights of a network. MAML judges them after a few steps; F2SA follows the minimum of the task's
-loss with a pull back to x. The baseline adapts the same network from untrained weights.
+A task is a sine of random amplitude and phase, of which ten points are seen. x are the initial
+weights of a network, and y are the weights after the adaptation to a task. F2SA follows the minimum
+of the task's loss with a pull back to x (iMAML), without second derivatives. Measured is the error
+on new tasks after ten plain steps from the weights that were learned.
+
+Compared are untrained weights, weights that were trained on all tasks at once, and MAML, whose five
+steps are unrolled (ITD) as higher, TorchOpt and learn2learn do, which have this example. On a
+network this small MAML is both faster and better; what F2SA saves, the graph of the inner steps and
+second derivatives, costs little here.
+
+.. gallery-result:: few_shot_sine
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -15,18 +25,8 @@ from torch import Tensor, nn
 
 import bilevel
 
-PULL = 0.1
-MAML = bilevel.ITD(
-    lower_lr=0.05,
-    inner_steps=5,
-    upper_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-)
-IMAML = bilevel.F2SA(
-    lower_lr=0.05,
-    inner_steps=10,
-    multiplier=30.0,
-    upper_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-)
+MEASURE = "squared error on new tasks"
+BETTER = min
 
 
 def task(generator: torch.Generator) -> Any:
@@ -39,54 +39,48 @@ def task(generator: torch.Generator) -> Any:
 
 def loss(x: nn.Module, y: nn.Module, batch: Any) -> Tensor:
     """The squared error of y on a batch."""
-    inputs, targets = batch
-    return nn.functional.mse_loss(y(inputs), targets)
+    return nn.functional.mse_loss(y(batch[0]), batch[1])
 
 
 def pulled(x: nn.Module, y: nn.Module, batch: Any) -> Tensor:
     """The same, with a pull of y back to x."""
     pairs = zip(x.parameters(), y.parameters(), strict=True)
-    return loss(x, y, batch) + PULL * sum(((b - a) ** 2).sum() for a, b in pairs)
+    return loss(x, y, batch) + 0.1 * sum(((b - a) ** 2).sum() for a, b in pairs)
 
 
-def network() -> nn.Module:
-    """One input, one output."""
-    torch.manual_seed(0)
-    return nn.Sequential(
+def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
+    """The error on new tasks from weights that were learned in several ways."""
+    torch.manual_seed(seed)
+    start = nn.Sequential(
         nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)
     )
+    steps = 20 if small else 200
 
+    def run(lower: Any, method: Any, x: nn.Module, steps: int, seed: int, tasks: int = 8) -> Any:
+        data = bilevel.Episodes(task, tasks=tasks, start=lambda x: x)
+        problem = bilevel.Problem(loss, lower)
+        return bilevel.minimize(problem, x, x, method=method, data=data, steps=steps, seed=seed)
 
-def adapted_loss(start: nn.Module, tasks: int = 50, steps: int = 10) -> float:
-    """The mean error on new tasks after a few steps from ``start``."""
-    result = bilevel.minimize(
-        bilevel.Problem(loss, pulled),
-        start,
-        start,
-        method=bilevel.NoBilevel(lower_lr=0.05, inner_steps=steps),
-        data=bilevel.Episodes(task, tasks=tasks, start=lambda x: x),
-        steps=1,
-        seed=1,
-    )
-    return float(result.history["upper"][0])
+    def adapted(x: nn.Module) -> float:
+        plain = bilevel.ITD(lower_lr=0.05, inner_steps=10, first_order=True)
+        result = run(loss, plain, x, 1, 1000 + seed, tasks=20 if small else 200)
+        return float(result.history["upper"][0])
 
+    def together() -> nn.Module:
+        net, generator = copy.deepcopy(start), torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        for _ in range(steps):
+            points = [pair for _ in range(8) for pair in task(generator)]
+            batch = [torch.cat(column) for column in zip(*points, strict=True)]
+            optimizer.zero_grad()
+            torch.autograd.backward(loss(net, net, batch))
+            optimizer.step()
+        return net
 
-def solve(method: Any = MAML, steps: int = 2000) -> tuple[float, float]:
-    """The error on new tasks from the weights that were learned, and from untrained ones."""
-    start = network()
-    lower = loss if isinstance(method, bilevel.ITD) else pulled
-    result = bilevel.minimize(
-        bilevel.Problem(loss, lower),
-        start,
-        start,
-        method=method,
-        data=bilevel.Episodes(task, tasks=8, start=lambda x: x),
-        steps=steps,
-    )
-    return adapted_loss(result.x), adapted_loss(start)
-
-
-if __name__ == "__main__":
-    for name, chosen in (("MAML (ITD)", MAML), ("iMAML (F2SA)", IMAML)):
-        learned, untrained = solve(chosen)
-        print(f"{name}: {learned:.3f}, untrained {untrained:.3f}")
+    maml = bilevel.ITD(lower_lr=0.05, inner_steps=5)
+    return {
+        "iMAML": adapted(run(pulled, "f2sa", start, steps, seed).x),
+        "untrained weights": adapted(start),
+        "trained on all tasks": adapted(together()),
+        "MAML, unrolled": adapted(run(loss, maml, start, steps, seed).x),
+    }

@@ -32,7 +32,7 @@ from bilevel.methods import (
     NoBilevel,
     State,
 )
-from bilevel.problem import Problem, argmin, fixed_point, prox, sets
+from bilevel.problem import FixedPoint, Problem, argmin, fixed_point, prox, sets
 from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers, minimize
 from bilevel.run._version import __version__
 from bilevel.sampling import Episodes
@@ -64,6 +64,7 @@ __all__ = [
     "Checkpoint",
     "DataMixer",
     "Episodes",
+    "FixedPoint",
     "Info",
     "LabelCleaner",
     "LossScale",

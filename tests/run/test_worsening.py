@@ -85,6 +85,12 @@ def test_what_is_no_rise_is_not_called_one(series: tuple[Any, Any]) -> None:
     assert worsening(history(*series)) is None
 
 
+def test_a_rest_has_no_length_whatever_its_direction_was() -> None:
+    rise = history(1 + K / 400)
+    rise["upper_lr"][7], rise["direction_norm"][7] = 0.0, np.inf
+    assert worsening(rise) is not None
+
+
 def test_what_rises_while_y_is_fitted_is_no_rise() -> None:
     fitting = np.exp(-K / 20)
     assert worsening(history(2 - fitting)) is not None

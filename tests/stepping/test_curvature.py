@@ -39,3 +39,18 @@ def test_a_difference_of_gradients_is_a_hessian_product() -> None:
     )
     torch.testing.assert_close(found, hessian @ v, rtol=1e-5, atol=1e-8)
     assert torch.equal(y.value, point)
+
+
+def test_a_linear_function_with_rounding_is_not_looked_at_from_ever_further_away() -> None:
+    """Its estimates fall from one iteration to the next, because all of them are rounding."""
+    y = Variable.copy_of(torch.zeros(5), "y")
+    generator = torch.Generator().manual_seed(0)
+    furthest = 0.0
+
+    def slope(y: Variable) -> torch.Tensor:
+        nonlocal furthest
+        furthest = max(furthest, float(y.value.detach().norm()))
+        return 1 + 1e-4 * torch.randn(5, generator=generator)
+
+    Curvature(y, seed=0).refine(slope, y, 8)
+    assert furthest < 1e6  # the first estimate is off by 10^4, and eight such factors are 10^32

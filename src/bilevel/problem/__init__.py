@@ -3,6 +3,7 @@
 from bilevel.problem import prox, sets
 from bilevel.problem.argmin import argmin, fixed_point
 from bilevel.problem.checking import check_means, check_objectives
+from bilevel.problem.fixed import FixedPoint
 from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
 from bilevel.problem.proximal import ProximalMap, ProximalProblem
@@ -25,6 +26,7 @@ __all__ = [
     "Ball",
     "Box",
     "Evaluation",
+    "FixedPoint",
     "Level",
     "Metrics",
     "Number",

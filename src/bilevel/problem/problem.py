@@ -31,7 +31,8 @@ class Problem:
     Args:
         upper: f, called as ``upper(x, y, batch)``; returns a scalar tensor.
         lower: g, called as ``lower(x, y, batch)``; returns a scalar tensor. The theory wants it
-            strongly convex in y.
+            strongly convex in y. Where y* is the fixed point of a map, a
+            :class:`bilevel.FixedPoint`.
         x_set: a convex set to which x is confined, see :mod:`bilevel.sets`; None: all of space.
         y_set: the same for y. It may not depend on x.
         y_prox: a non-smooth term that is added to g, see :mod:`bilevel.prox`, such as

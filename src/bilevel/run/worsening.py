@@ -94,7 +94,10 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
     ``by_optimizer``: an optimizer moves x, whose learning rate alone says how far.
     """
     f, steps = history["upper"], history["step"]
-    lengths = history["upper_lr"] * (1.0 if by_optimizer else history["direction_norm"])
+    rates = history["upper_lr"]
+    norms = np.ones_like(rates) if by_optimizer else history["direction_norm"]
+    # where x rested it went no way, also if its direction was not finite
+    lengths = np.multiply(rates, norms, out=np.zeros_like(rates), where=rates != 0)
     way = np.concatenate([[0.0], np.cumsum(lengths)])
     if not (math.isfinite(way[-1]) and way[-1] > 0):
         return None

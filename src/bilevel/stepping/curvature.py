@@ -131,10 +131,13 @@ class Curvature:
         may hold an outlier, both are followed halfway.
         """
         here = slope(y)
-        found = self.value
+        found = largest = self.value
         for _ in range(steps):
-            # at the start the scale of y is not known; the first estimate of L gives it
-            scale = max(size(y), float(here.norm()) / found if found else 0.0)
+            # At the start the scale of y is not known; the first estimate of L gives it. Power
+            # iterations do not lower an estimate, unless it is rounding, where there is no
+            # curvature: then the scale would grow without limit.
+            largest = max(largest, found)
+            scale = max(size(y), float(here.norm()) / largest if largest else 0.0)
             image = difference(
                 slope, y, here, self._vector, scale or math.sqrt(len(here)), WAY_OF_A_STEP
             )

@@ -73,6 +73,7 @@ LAYERS: dict[str, Entry] = {
             "steps": COUNT,
         },
     ),
+    "FixedPoint": Entry(bilevel.FixedPoint, {"phi": types(None, "phi", lambda x, y: y)}),
     "prox.L1": Entry(prox.L1, {"weight": WEIGHT}),
     "prox.Prox": Entry(
         lambda **given: prox.Prox(
