@@ -22,6 +22,7 @@ from gallery._lines import code_lines, fingerprint  # noqa: E402
 EXAMPLES = ROOT / "examples" / "gallery"
 FOLDER = ROOT / "docs" / "gallery"
 RESULTS = FOLDER / "results.json"
+PEERS = FOLDER / "peers.json"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def verdict(found: Measured) -> str:
 def shown(mean: float, error: float) -> tuple[str, str]:
     """A mean and its standard error, with as many places as the error has that matter."""
     if math.isnan(error):
-        return f"{mean:.3g}", "-"
+        return f"{mean:.3g}", "not known"
     if error == 0:
         return f"{mean:.4g}", "0"
     places = max(0, 1 - math.floor(math.log10(error)))
@@ -158,6 +159,8 @@ def result_text(name: str) -> str:
 
 def summary_text(pages: str) -> str:
     """A row for each example, as reStructuredText; ``pages`` is the folder of their pages."""
+    if not examples():
+        return "*There is none yet.*\n"
     table = [
         ".. list-table::",
         "   :header-rows: 1",
@@ -181,4 +184,32 @@ def summary_text(pages: str) -> str:
             cells += [found.measure, *means, "yes" if lead > 2 * error else "no"]
         cells.append(str(code_lines(source(name))))
         table += [f"   {'* -' if place == 0 else '  -'} {c}" for place, c in enumerate(cells)]
+    return "\n".join(table) + "\n"
+
+
+def lines_text(pages: str, repository: str | None = None) -> str:
+    """The examples of other libraries and their lengths beside ours; of one of them, or of all."""
+    table = [
+        ".. list-table::",
+        "   :header-rows: 1",
+        "   :widths: auto",
+        "",
+        "   * - repository",
+        "     - file",
+        "     - lines",
+        "     - here",
+        "     - lines",
+    ]
+    for peer in json.loads(PEERS.read_text()):
+        if repository not in (None, peer["repository"]):
+            continue
+        ours = peer["ours"]
+        there = ours in examples()
+        table += [
+            f"   * - {peer['repository']}, {peer['commit'][:7]}",
+            f"     - ``{peer['file']}``",
+            f"     - {peer['lines']}",
+            f"     - :doc:`{title(ours)} </{pages}/{ours}>`" if there else "     - not there yet",
+            f"     - {code_lines(source(ours)) if there else ''}",
+        ]
     return "\n".join(table) + "\n"

@@ -1,4 +1,4 @@
-"""How long a file of Python is, and whether it is still the same code.
+"""How long a file of Python or a notebook is, and whether it is still the same code.
 
 python -m examples.gallery._lines FILE ...    the number of lines of code in each
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import json
 import sys
 import tokenize
 from pathlib import Path
@@ -55,6 +56,16 @@ def fingerprint(source: str) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
 
 
+def read_code(path: Path) -> str:
+    """The code of a file; of a notebook that of its cells, without the shell's commands."""
+    text = path.read_text()
+    if path.suffix != ".ipynb":
+        return text
+    cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = [line for cell in cells for line in "".join(cell).splitlines()]
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!"))) + "\n"
+
+
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        print(f"{code_lines(path.read_text()):5d}  {path}")
+        print(f"{code_lines(read_code(path)):5d}  {path}")

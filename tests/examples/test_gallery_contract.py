@@ -202,3 +202,15 @@ def test_a_result_is_a_table_with_its_errors_and_lines(texts: Any) -> None:
     assert "**F2SA**\n     - 2.0\n     - 1.0\n" in text
     assert "2 lines of code" in text
     assert "changed since" in text  # the code that was measured is another
+
+
+def test_lengths_of_others_stand_beside_ours(texts: Any, tmp_path: Path) -> None:
+    peers = json.loads(texts.PEERS.read_text())
+    assert all(peer["lines"] > 0 and len(peer["commit"]) == 40 for peer in peers)
+    texts.PEERS = tmp_path / "peers.json"
+    made = {"repository": "a/b", "commit": "0" * 40, "file": "c.py", "lines": 50}
+    texts.PEERS.write_text(json.dumps([made | {"ours": "one"}, made | {"ours": "none"}]))
+    text = texts.lines_text("pages", "a/b")
+    assert "- 50\n     - :doc:`A title </pages/one>`\n     - 2\n" in text
+    assert "not there yet" in text
+    assert "c.py" not in texts.lines_text("pages", "another/one")
