@@ -113,3 +113,13 @@ def test_docstrings_become_text_that_sphinx_reads(monkeypatch: pytest.MonkeyPatc
     assert script.as_literal_blocks(announced) == announced
     names = ["Args:", "    problem, x0,", "        y0: as there.", "    steps: K."]
     assert script.with_joined_names(names) == ["Args:", "    problem, x0, y0: as there.", names[3]]
+
+
+def test_ten_questions_of_others_are_answered_by_a_page_each() -> None:
+    text = (DOCS / "faq.md").read_text()
+    asked = text.split("## Ten questions")[1].split("\n## ")[0]
+    questions = re.split(r"^\d+\. ", asked, flags=re.MULTILINE)[1:]
+    assert len(questions) == 10
+    for question in questions:
+        assert re.search(r"\]\((?!http)[\w/.#-]+\.md", question), question  # a page of the site
+        assert re.search(r"\]\(https://github\.com/[\w-]+/[\w-]+/issues/\d+\)", question), question
