@@ -10,7 +10,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # The tests start many processes, each of which would compile the library anew without these files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint types quick whole recipes docs figures notebooks package audit rates cleaning mixing clean
+.PHONY: demo test test-all lint types quick whole recipes docs figures gallery notebooks package audit rates cleaning mixing clean
 
 demo: $(INSTALLED)
 	$(BIN)/bilevel demo
@@ -43,7 +43,7 @@ recipes: $(INSTALLED)
 # The site, in out/docs/html; a warning is an error. Its tools have an environment of their own, which
 # sees the packages of $(VENV) as well, so that PyTorch is not installed twice.
 docs: $(DOCS_INSTALLED)
-	rm -rf docs/api/generated
+	rm -rf docs/api/generated docs/gallery/pages
 	$(DOCS_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs/html
 
 $(DOCS_INSTALLED): $(INSTALLED) requirements-docs.txt
@@ -61,9 +61,15 @@ audit:
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-recipes.txt
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-docs.txt
 
-# The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results.
+# The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results, and those in
+# docs/gallery, from docs/gallery/results.json.
 figures: $(INSTALLED)
 	$(BIN)/python docs/draw_figures.py
+	$(BIN)/python docs/draw_gallery.py
+
+# Every example of the gallery with five seeds, for docs/gallery/results.json; more than an hour.
+gallery: $(INSTALLED)
+	$(BIN)/python -m examples.gallery --jobs 2
 
 # The four starts as notebooks, from docs/start.
 notebooks: $(INSTALLED)

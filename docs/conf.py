@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
+import gallery_text
+
 import bilevel
 
 project = "bilevel"
@@ -18,7 +20,9 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
     "docstrings",
+    "gallery_result",
 ]
 exclude_patterns = ["*.in.md"]
 highlight_language = "none"
@@ -34,6 +38,20 @@ napoleon_use_param = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Reference"]
+
+# Examples are shown, not run; `python -m examples.gallery` does that, for results.json.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery/pages",
+    "plot_gallery": False,
+    "ignore_pattern": gallery_text.others(),
+    "download_all_examples": False,
+    "show_signature": False,
+    "show_memory": False,
+    "write_computation_times": False,
+    "reference_url": {"bilevel": None},
+    "notebook_images": False,
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -105,7 +105,8 @@ def measure_home() -> dict[str, Any]:
     return {"upper": result.history["upper"].tolist(), "y": result.y.tolist()}
 
 
-def _plot() -> Any:
+def new_plot() -> Any:
+    """Matplotlib in the style of the site."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,14 +116,15 @@ def _plot() -> Any:
     return plt
 
 
-def _saved(plt: Any, figure: Any, path: Path) -> None:
+def save(plt: Any, figure: Any, path: Path) -> None:
+    """Write a picture, without the version of what drew it."""
     figure.savefig(path, dpi=140, metadata={"Software": None})
     plt.close(figure)
 
 
 def draw_steps(found: dict[str, Any], path: Path) -> None:
     """What F2SA does, in three steps."""
-    plt = _plot()
+    plt = new_plot()
     figure, (plane, difference, curve) = plt.subplots(
         1, 3, figsize=(12, 4.1), constrained_layout=True
     )
@@ -130,7 +132,7 @@ def draw_steps(found: dict[str, Any], path: Path) -> None:
     _draw_copies(plane, z, y)
     _draw_difference(difference, z[-1], y[-1])
     _draw_descent(curve, x)
-    _saved(plt, figure, path)
+    save(plt, figure, path)
 
 
 def _levels(axis: Any, low: tuple[float, float], high: tuple[float, float]) -> None:
@@ -183,7 +185,7 @@ def _draw_descent(axis: Any, x: Array) -> None:
 
 def draw_bias(found: dict[str, Any], path: Path) -> None:
     """The bias against the multiplier."""
-    plt = _plot()
+    plt = new_plot()
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for scheme, (label, colour) in SCHEMES.items():
         axis.loglog(
@@ -192,12 +194,12 @@ def draw_bias(found: dict[str, Any], path: Path) -> None:
     axis.set(xlabel="multiplier λ", ylabel="relative error of the x direction")
     axis.grid(visible=True, which="major", alpha=0.25)
     axis.legend(frameon=False)
-    _saved(plt, figure, path)
+    save(plt, figure, path)
 
 
 def draw_home(found: dict[str, Any], path: Path) -> None:
     """The run of the README."""
-    plt = _plot()
+    plt = new_plot()
     figure, (error, coefficients) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
     error.plot(np.arange(1, len(found["upper"]) + 1), found["upper"], color=BLUE, linewidth=2)
     error.set(xlabel="outer step", ylabel="held-out error", ylim=(0, None))
@@ -205,12 +207,12 @@ def draw_home(found: dict[str, Any], path: Path) -> None:
     coefficients.bar(range(1, len(found["y"]) + 1), found["y"], color=colours)
     coefficients.axhline(0, color="black", linewidth=0.8)
     coefficients.set(xlabel="feature (the first five matter)", ylabel="coefficient")
-    _saved(plt, figure, path)
+    save(plt, figure, path)
 
 
 def draw_races(path: Path) -> None:
     """Seconds to 2% of the best, by contestant; the best of its settings."""
-    plt = _plot()
+    plt = new_plot()
     rows = json.loads((RESULTS / "peers-0.3.json").read_text())["rows"]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     shown: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -250,7 +252,7 @@ def draw_races(path: Path) -> None:
     axis.set_yticks(places, names)
     axis.set_xlabel("seconds of one core to within 2% of the best, MNIST, 30% wrong labels")
     axis.legend(frameon=False, loc="lower right")
-    _saved(plt, figure, path)
+    save(plt, figure, path)
 
 
 def draw(folder: Path = FOLDER) -> None:

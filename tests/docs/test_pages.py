@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,17 @@ import numpy as np
 import pytest
 
 from bilevel import errors
-from tests.docs.pages import DOCS, ROOT, TEXTS, name_of
-
-
-def _script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+from tests.docs.pages import DOCS, ROOT, TEXTS, load_script, name_of
 
 
 def test_how_to_choose_is_made_from_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = _script("how_to_choose", monkeypatch).page()
+    page = load_script("how_to_choose", monkeypatch).page()
     assert (DOCS / "how-to-choose.md").read_text() == page, "run docs/how_to_choose.py"
 
 
 @pytest.mark.slow
 def test_the_flat_valley_is_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = _script("flat_valley", monkeypatch)
+    script = load_script("flat_valley", monkeypatch)
     runs = script.measured()
     assert (DOCS / "flat-valley.md").read_text() == script.page(runs), "run docs/flat_valley.py"
     # what the page says of them
@@ -51,7 +39,7 @@ def test_the_flat_valley_is_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize("page", TEXTS, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if not re.match("https?://|(.*/)?generated/", target):
+        if not re.match("https?://|(.*/)?(generated|gallery/pages)/", target):
             assert (page.parent / target).exists(), target
 
 
@@ -73,12 +61,12 @@ def test_every_page_is_in_llms_txt() -> None:
         for page in TEXTS
         if DOCS in page.parents and DOCS / "api" not in page.parents
     }
-    assert linked == (pages - {"index"}) | {"api/index"}
+    assert linked == (pages - {"index"}) | {"api/index", "gallery/pages/index"}
 
 
 @pytest.mark.slow
 def test_the_figures_are_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = _script("draw_figures", monkeypatch)
+    script = load_script("draw_figures", monkeypatch)
     known, found = json.loads(script.FIGURES.read_text()), script.measure()
     assert known.keys() == found.keys()
     for name, columns in known.items():
@@ -95,7 +83,7 @@ def test_the_figures_are_as_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_notebooks_are_those_of_the_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = _script("make_notebooks", monkeypatch)
+    script = load_script("make_notebooks", monkeypatch)
     assert len(script.PAGES) == 4
     for page in script.PAGES:
         made = (script.FOLDER / f"{page.stem}.ipynb").read_text()
@@ -117,7 +105,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_docstrings_become_text_that_sphinx_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = _script("_ext/docstrings", monkeypatch)
+    script = load_script("_ext/docstrings", monkeypatch)
     formula = ["A step is", "", "    y <- y - gamma * g", "", "and", "", "Args:", "    x: it."]
     expected = ["A step is", "", "::", "", *formula[2:]]
     assert script.as_literal_blocks(formula) == expected
@@ -125,3 +113,13 @@ def test_docstrings_become_text_that_sphinx_reads(monkeypatch: pytest.MonkeyPatc
     assert script.as_literal_blocks(announced) == announced
     names = ["Args:", "    problem, x0,", "        y0: as there.", "    steps: K."]
     assert script.with_joined_names(names) == ["Args:", "    problem, x0, y0: as there.", names[3]]
+
+
+def test_ten_questions_of_others_are_answered_by_a_page_each() -> None:
+    text = (DOCS / "faq.md").read_text()
+    asked = text.split("## Ten questions")[1].split("\n## ")[0]
+    questions = re.split(r"^\d+\. ", asked, flags=re.MULTILINE)[1:]
+    assert len(questions) == 10
+    for question in questions:
+        assert re.search(r"\]\((?!http)[\w/.#-]+\.md", question), question  # a page of the site
+        assert re.search(r"\]\(https://github\.com/[\w-]+/[\w-]+/issues/\d+\)", question), question

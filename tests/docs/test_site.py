@@ -25,6 +25,8 @@ PAGES = {
     "home": "index.html",
     "a guide with wide tables": "how-to-choose.html",
     "a guide with code": "large-models.html",
+    "the gallery": "gallery/pages/index.html",
+    "another library": "coming-from/betty.html",
     "a class": "api/generated/bilevel.F2SA.html",
     "a function": "api/generated/bilevel.minimize.html",
 }

@@ -60,7 +60,9 @@ class InnerRule:
                 f"scheduler"
             )
         by_leaf = {id(leaf): group for group in optimizer.param_groups for leaf in group["params"]}
-        groups = [by_leaf[id(leaf)] for leaf in variable.leaves]
+        # In older versions of PyTorch the options of AdamW do not tell it from Adam.
+        decoupled = {"decoupled_weight_decay": isinstance(optimizer, torch.optim.AdamW)}
+        groups = [decoupled | by_leaf[id(leaf)] for leaf in variable.leaves]
         for option, instead in _UNKNOWN.items():
             if any(group.get(option) for group in groups):
                 raise ArgumentTypeError(
