@@ -1,0 +1,33 @@
+"""The gallery's examples on handwritten digits run at a small size, and bilevel is ahead."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def example(name: str) -> Any:
+    return importlib.import_module(f"gallery.{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "baselines"),
+    [("dataset_distillation", ["real images", "means of the classes"])],
+)
+def test_bilevel_is_ahead_of_its_baselines(name: str, baselines: list[str]) -> None:
+    reached = example(name).compare(small=True)
+    ours = next(iter(reached.values()))
+    assert all(ours < reached[baseline] for baseline in baselines)
