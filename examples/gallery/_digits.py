@@ -39,9 +39,9 @@ def digits(seed: int, *sizes: int, small: bool = False, side: int = 28) -> list[
         avg_pool2d(some[:, None].float(), 28 // side) / 79 - 0.42
         for some in (mnist.train_images[order], mnist.test_images)
     )
-    labels = torch.split(mnist.train_labels[order], sizes)
-    parts = zip(torch.split(train, sizes), labels, strict=True)
-    return [*parts, (test, mnist.test_labels)]
+    rows = torch.split(torch.arange(len(order)), [*sizes])
+    labels = mnist.train_labels[order]
+    return [*((train[part], labels[part]) for part in rows), (test, mnist.test_labels)]
 
 
 def joined(*parts: Batch) -> Batch:
