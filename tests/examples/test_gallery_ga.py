@@ -38,3 +38,9 @@ def test_bilevel_is_ahead_of_its_baselines(name: str, baselines: list[str]) -> N
     reached = example(name).compare(small=True)
     ours = next(iter(reached.values()))
     assert all(ours < reached[baseline] for baseline in baselines)
+
+
+@pytest.mark.slow
+def test_a_decay_for_each_width_is_about_as_good_as_one_where_all_widths_are_of_use() -> None:
+    reached = example("weight_decay").compare(small=True)
+    assert reached["a decay for each width"] < 1.2 * reached["one decay, by a grid"]
