@@ -80,7 +80,7 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     fitted = run(weak, train, y0).y
     learned = run(weak, train, fitted, method=method, steps=100 if small else 300)
     tried = [torch.full((7,), strength) for strength in GRID]
-    one = min(tried, key=lambda x: float(upper(x, run(x, train, y0).y, held_out)))
+    one = min(tried, key=lambda x: float(upper(x, run(x, train, y0).y, held_out).detach()))
     return {
         "learned strengths": tested(learned.x),
         "no augmentation": tested(torch.full((7,), -6.0)),
