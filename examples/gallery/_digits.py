@@ -44,6 +44,17 @@ def digits(seed: int, *sizes: int, small: bool = False, side: int = 28) -> list[
     return [*((train[part], labels[part]) for part in rows), (test, mnist.test_labels)]
 
 
+def pixels(small: bool) -> Batch:
+    """Images of 14 x 14 (small: 8 x 8) pixels from 0 to 1, and their labels."""
+    if small:
+        from sklearn.datasets import load_digits
+
+        given = load_digits()
+        return torch.tensor(given.images, dtype=torch.float32) / 16, torch.tensor(given.target)
+    images, labels, *_ = bilevel.data.mnist()
+    return avg_pool2d(images[:10000].float() / 255, 2), labels[:10000]
+
+
 def joined(*parts: Batch) -> Batch:
     """All digits of some parts."""
     return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bilevel
-from gallery.domain_weights import digits
+
+from ._digits import pixels
 
 MEASURE = "test error under attack, %"
 BETTER = min
@@ -65,7 +66,7 @@ def changed(x: nn.Module, batch: Any, steps: int = 20) -> Tensor:
 def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     """The error under attack after each kind of training."""
     steps, tested = (150, 500) if small else (600, 2000)
-    images, labels = digits(small)
+    images, labels = pixels(small)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     X, Y = images.flatten(1)[order], labels[order]
     test = X[:tested], Y[:tested]

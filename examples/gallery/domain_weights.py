@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional
 
 import bilevel
+
+from ._digits import pixels
 
 MEASURE = "test error on the target domain, %"
 BETTER = min
@@ -28,15 +29,6 @@ ANGLES = (-90, -45, 0, 30, 60, 180)
 TARGET, FEW, WRONG = 45, 50, 2  # the angle of the target, its digits, the domain with wrong labels
 
 Domain = tuple[Tensor, Tensor]
-
-
-def digits(small: bool) -> Domain:
-    """Images of 14 x 14 (small: 8 x 8) pixels from 0 to 1, and their labels."""
-    if small:
-        given = load_digits()
-        return torch.tensor(given.images, dtype=torch.float32) / 16, torch.tensor(given.target)
-    images, labels, *_ = bilevel.data.mnist()
-    return functional.avg_pool2d(images[:10000].float() / 255, 2), labels[:10000]
 
 
 def turned(images: Tensor, degrees: float) -> Tensor:
@@ -73,7 +65,7 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
         torch.Generator().manual_seed(seed),
         *((150, 20) if small else (300, 40)),
     )
-    images, labels = digits(small)
+    images, labels = pixels(small)
     order = torch.randperm(len(images), generator=generator)
     few, test, rest = torch.split(order, [FEW, len(order) - FEW - 6 * each, 6 * each])
     domains = [
