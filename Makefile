@@ -64,7 +64,7 @@ audit:
 # The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results, and those in
 # docs/gallery, from docs/gallery/results.json.
 figures: $(INSTALLED)
-	$(BIN)/python docs/draw_figures.py
+	$(BIN)/python -m docs.draw_figures
 	$(BIN)/python docs/draw_gallery.py
 
 # Every example of the gallery with five seeds, for docs/gallery/results.json; more than an hour.

@@ -1,7 +1,7 @@
 """Draw the pictures of the site from committed figures; ``make figures`` does it.
 
-    python docs/draw_figures.py              draws from figures/figures.json and benchmarks/results
-    python docs/draw_figures.py --measure    computes figures/figures.json anew first
+    python -m docs.draw_figures              draws from figures/figures.json and benchmarks/results
+    python -m docs.draw_figures --measure    computes figures/figures.json anew first
 
 A test holds the measured figures to the committed ones.
 """
@@ -255,6 +255,14 @@ def draw_races(path: Path) -> None:
     save(plt, figure, path)
 
 
+def draw_profiles(path: Path) -> None:
+    """The share of problems that "auto" solves, against its budget."""
+    from benchmarks.auto import read_rows
+    from benchmarks.auto.figure import draw as draw_rows
+
+    draw_rows(read_rows(RESULTS / "auto.json"), path)
+
+
 def draw(folder: Path = FOLDER) -> None:
     """All pictures, into a folder."""
     found = json.loads(FIGURES.read_text())
@@ -262,6 +270,7 @@ def draw(folder: Path = FOLDER) -> None:
     draw_bias(found["bias"], folder / "bias.png")
     draw_home(found["home"], folder / "home.png")
     draw_races(folder / "races.png")
+    draw_profiles(folder / "profiles.png")
 
 
 def main() -> None:

@@ -29,10 +29,11 @@ from benchmarks import report
 from benchmarks.auto import games, kinks, networks, quadratics, real, strengths
 from benchmarks.auto.case import Case, Maker
 from benchmarks.auto.row import BUDGET, Row, measure
-from benchmarks.auto.tuning import Settings, UntunableError
+from benchmarks.auto.trajectory import Ending, Trajectory
+from benchmarks.auto.tuning import Settings, Tuned, UntunableError
 from bilevel.errors import ArgumentError, MissingDataError
 
-__all__ = ["FAMILIES", "Row", "make", "run", "table"]
+__all__ = ["FAMILIES", "Row", "make", "read_rows", "run", "table"]
 
 FAMILIES: dict[str, dict[str, Maker]] = {
     "real": real.PROBLEMS,
@@ -106,6 +107,26 @@ def read_settings(path: Path) -> KnownSettings:
         (row["problem"], row["seed"]): (Settings(**row["tuned"]["settings"]), row["tuned"]["tried"])
         for row in json.loads(path.read_text())["rows"]
     }
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a file of figures."""
+    return [
+        Row(
+            row["problem"],
+            row["family"],
+            row["seed"],
+            Tuned(
+                Settings(**row["tuned"]["settings"]),
+                row["tuned"]["tried"],
+                Trajectory(**row["tuned"]["trajectory"]),
+            ),
+            Trajectory(**row["auto"]),
+            Ending(**row["ending"]),
+            row["silent"],
+        )
+        for row in json.loads(path.read_text())["rows"]
+    ]
 
 
 def _chosen(family: Sequence[str], problem: Sequence[str]) -> list[str]:
