@@ -85,69 +85,40 @@ def minimize(
     """Solve min_x f(x, y*(x)), y*(x) = argmin_y g(x, y), in one call.
 
     Args:
-        problem, x0, y0, method, upper_data, lower_data, data, batch_size, direction_batch_size,
-            seed, compile, accumulate, loss_scale, chunk_size, device: as :class:`bilevel.Solver`
-            takes them.
+        problem, x0, y0, ...: what is not named below is as :class:`bilevel.Solver` takes it.
         steps: K, how many outer steps to take at most.
-        tolerance: end the run, with the outcome CONVERGED, when x has come to rest: in each of the
-            last ten recorded steps in which x moved, its direction was at most this part of what it
-            was at first. (Over the first ten such steps; where x has a set, as far as x could
-            follow it. See :mod:`bilevel.run.convergence`, also for what noise does to it.) None:
-            all steps are taken.
-        max_seconds: end the run, with the outcome OUT_OF_TIME, after the step in which so many
-            seconds are over, those before a checkpoint included. None: there is no limit.
-        progress: show a bar with the losses and the multiplier (needs ``bilevel[cli]``).
+        tolerance, max_seconds, patience: end the run with the outcome CONVERGED, when x's direction
+            stayed below this part of what it was at first (:mod:`bilevel.run.convergence`);
+            OUT_OF_TIME, after so many seconds, those before a checkpoint included; OUT_OF_PATIENCE,
+            after so many recorded steps without a better ``monitor``.
+        progress, record_every: show a bar (needs ``bilevel[cli]``); record every so many steps.
         callback: called as ``callback(solver, info)`` at every recorded step; returning what is
             true ends the run. One with ``state_dict`` and ``load_state_dict`` is saved with it.
-        record_every: record every that many steps, and the last.
-        select: which iterate to return. "last"; "best": with the best recorded ``monitor`` (on
-            minibatches, a noisy choice); "random": x_R with R uniform over the steps taken, the
-            iterate for which the paper's theorems are stated.
-        monitor: the recorded number that tells which iterate is best: "upper", which is f, or any
-            other, such as a metric of the user's own, "upper/accuracy".
-        monitor_mode: whether its smallest ("min") or its largest value ("max") is the best.
-        patience: end the run, with the outcome OUT_OF_PATIENCE, after so many recorded steps
-            without a better ``monitor``. None: all steps are taken.
-        checkpoint: a folder, or a :class:`bilevel.Checkpoint`, which says what is promised: the run
-            is saved there, the same call goes on from there with the same bits, and Ctrl-C ends the
-            run after the step that is being taken.
-        on_divergence: what to do where the recorded steps show that the run diverges. "warn": say
-            in a :class:`bilevel.errors.DivergenceWarning` what is wrong and what to change, and go
-            on, since signs can deceive; a run that ends like that has the outcome DIVERGED.
-            "raise": a :class:`bilevel.errors.DivergenceError` says it. "backtrack": go back to the
-            last good state, which is kept for this, and halve the step that is to blame, or both
-            where that cannot be told, with a warning each time, ten times at most; then raise. The
-            signs are described in :mod:`bilevel.run.divergence`. None: "warn" where all rates are
-            given. Where one is "auto", "backtrack", but in place of raising it goes on with a
-            warning (a number that is not finite raises even so); with more than 16 million numbers
-            to keep, "warn" then too.
-        process_group: as :class:`bilevel.Solver` takes it. All ranks take the same number of steps
-            and return the same result; the callback is called on each, and what ends the run on
-            one ends it on all; they save together, into a folder that all of them can see.
+        select: which iterate to return: "last"; "best" by ``monitor``; "random": x_R with R uniform
+            over the steps taken, for which the paper's theorems are stated.
+        monitor, monitor_mode: the recorded number that tells which iterate is best, "upper", which
+            is f, or a metric such as "upper/accuracy"; and whether "min" or "max" is the best.
+        checkpoint: a folder, or a :class:`bilevel.Checkpoint`: the run is saved there, the same
+            call goes on from there with the same bits, and Ctrl-C ends it after a whole step.
+        on_divergence: "warn", "raise", "backtrack" or None (:mod:`bilevel.run.divergence`).
 
     Returns:
-        A :class:`Result`. A run that meets a non-finite number (unless it can backtrack), or whose
-        data ends, raises a :class:`bilevel.errors.RunError` that carries the result so far. One
-        that ends with f clearly above its start or its best, by more than noise, has the outcome
-        WORSENED, and a :class:`bilevel.errors.WorsenedWarning` says what to try (with
-        select="best" there is no warning; :mod:`bilevel.run.worsening` says what "clearly" means).
+        A :class:`Result`. If a number is not finite and the run cannot go back, or the data ends, a
+        :class:`bilevel.errors.RunError` carries the result so far. The outcome of a run that ends
+        with f clearly above its start or its best is WORSENED (:mod:`bilevel.run.worsening`).
 
     Example:
-        >>> import torch, bilevel
+        >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
         >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=200)
         >>> result.outcome.name, result.steps, result.history["upper"].shape
         ('COMPLETED', 200, (200,))
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, tolerance=1e-3)
-        >>> result.outcome.name, result.steps < 1000
-        ('CONVERGED', True)
     """
-    saved = None if checkpoint is None else checkpoint_of(checkpoint)
+    interrupts, saved = Interrupts(), None if checkpoint is None else checkpoint_of(checkpoint)
     options = Options(
         steps, tolerance, max_seconds, record_every, select, monitor, monitor_mode, patience,
         on_divergence, progress, callback, saved,
     )  # fmt: skip
-    interrupts = Interrupts()
     with nullcontext() if checkpoint is None else interrupts:
         solver = Solver(
             problem, x0, y0, method=method, upper_data=upper_data, lower_data=lower_data,
@@ -156,16 +127,9 @@ def minimize(
             loss_scale=loss_scale, chunk_size=chunk_size, process_group=process_group,
         )  # fmt: skip
         if solver.ranks is not None:
-            counts = {
-                "steps": int(options.steps),
-                "tolerance": options.tolerance,
-                "max_seconds": options.max_seconds,
-                "patience": options.patience,
-                "checkpoint": saved is not None,
-            }
-            solver.ranks.require_same(counts | options.described(), differences)
+            solver.ranks.require_same(options.shared(), differences)
         folder = None if saved is None else Folder(saved, ranks=solver.ranks)
-        with nullcontext() if folder is None else folder.locked():
+        with folder.locked() if folder else nullcontext():
             return _Loop(solver, options, seed, interrupts, folder).run()
 
 
@@ -202,6 +166,16 @@ class Options:
         check_flag("progress", self.progress)
         if self.callback is not None:
             check_function("callback", self.callback, "solver", "info")
+
+    def shared(self) -> dict[str, Any]:
+        """What may not differ between ranks."""
+        return self.described() | {
+            "steps": int(self.steps),
+            "tolerance": self.tolerance,
+            "max_seconds": self.max_seconds,
+            "patience": self.patience,
+            "checkpoint": self.checkpoint is not None,
+        }
 
     def described(self) -> dict[str, Any]:
         """What may not differ between a checkpoint and the run that goes on from it.

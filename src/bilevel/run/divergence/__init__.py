@@ -24,6 +24,15 @@ differences of gradients. (Not where y has more than a million numbers, because 
 few more of them.)
 
 After a sign, the curvatures of g and f in y tell which of the step sizes is to blame.
+
+What then happens is the ``on_divergence`` of :func:`bilevel.minimize`. "warn": a
+:class:`bilevel.errors.DivergenceWarning` says what is wrong and what to change, and the run goes
+on, since signs can deceive; one that ends like that has the outcome DIVERGED. "raise": a
+:class:`bilevel.errors.DivergenceError` says it. "backtrack": the run goes back to the last good
+state, which is kept for this, and halves the step that is to blame, or both where that cannot be
+told, with a warning each time, ten times at most; then it raises. None: "warn" where all rates are
+given. Where one is "auto", "backtrack", but in place of raising it goes on with a warning (a number
+that is not finite raises even so); with more than 16 million numbers to keep, "warn" then too.
 """
 
 from bilevel.run.divergence.guard import BACKTRACKS, REACTIONS, Guard, Reaction
