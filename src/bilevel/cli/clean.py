@@ -13,6 +13,11 @@ from bilevel.data import output as folder
 from bilevel.errors.extras import needed
 
 
+def some_columns(use: str) -> Any:
+    """An option that names a column of the table, and may be repeated."""
+    return typer.Option(metavar="COLUMN", help=f"A column {use}; may be repeated.")
+
+
 def clean(
     train: Annotated[
         Path,
@@ -40,18 +45,9 @@ def clean(
     id_column: Annotated[
         str | None, typer.Option("--id", metavar="COLUMN", help="The column that identifies rows.")
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN", help="A column to read as text (TF-IDF); may be repeated."),
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN", help="A column to read as categories; may be repeated."),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN", help="A column to leave out; may be repeated."),
-    ] = None,
+    text: Annotated[list[str] | None, some_columns("to read as text (TF-IDF)")] = None,
+    category: Annotated[list[str] | None, some_columns("to read as categories")] = None,
+    ignore: Annotated[list[str] | None, some_columns("to leave out")] = None,
     threshold: Annotated[
         float | None,
         typer.Option(

@@ -190,10 +190,8 @@ def design(
         regime: ``"stochastic"`` (noise in f and g), ``"upper-noise"`` (in f alone),
             ``"deterministic"``, or ``"constant-multiplier"`` (lam_k = lam0, steps ~ k^-1/2; the
             limit has a bias of ``constants.bias_bound(lam0)``). Not compared with ``constants``.
-        lam0: first multiplier.
-        T: inner steps per outer step.
-        k0: offset of k in every schedule.
-        xi: step of x relative to alpha.
+        lam0, T: the first multiplier, and the inner steps per outer step.
+        k0, xi: the offset of k in every schedule, and the step of x relative to alpha.
         c_xi: the theorem's unnamed constant; 1/48 suffices for F2SA.
         c_eta: the theorem's second unnamed constant, for F3SA only; larger is safer.
 
