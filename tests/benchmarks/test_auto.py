@@ -174,10 +174,10 @@ def test_errors_of_any_kind_are_crashes() -> None:
 
     _, case = auto.make("quadratic, kappa 10", seed=0)
     problem = bilevel.Problem(broken, broken)
-    ending = solve(Case(problem, case.x0, case.y0, case.value), 0, None, 3)
+    ending, value = solve(Case(problem, case.x0, case.y0, case.value), 0, None, 3)
     assert ending.crash is not None
     assert "nobody expects this" in ending.crash
-    assert ending.outcome == "BROKEN"
+    assert (ending.outcome, value) == ("BROKEN", math.inf)
 
 
 def test_the_search_finds_settings_that_descend_and_known_ones_are_not_searched(
@@ -206,7 +206,7 @@ def test_a_rise_without_a_word_is_silent(monkeypatch: pytest.MonkeyPatch) -> Non
         best = Tuned(SETTINGS, 9, _path([1.0, 0.0]))
         monkeypatch.setattr(row, "tune", lambda *given, best=best: best)
         monkeypatch.setattr(row, "follow", lambda *given, **more: (up, FINE))
-        monkeypatch.setattr(row, "solve", lambda *given, alone=alone: alone)
+        monkeypatch.setattr(row, "solve", lambda *given, alone=alone: (alone, 5.0))
         made = measure(small, "p", "family", 0)
         assert made.above
         assert made.silent == silent
