@@ -293,10 +293,13 @@ class Solver(Resumable):
     def _fitted_at_x(self) -> tuple[Any, Any]:
         before = self.state_dict()
         try:
-            # The same k again: a schedule may not be defined beyond the last step of a run.
-            self.state.k -= 1
             self.state.policy.close()
-            self.step(measure=False)
+            undecided = True
+            while undecided:
+                # The same k again: a schedule may not be defined beyond the last step of a run.
+                self.state.k -= 1
+                self.step(measure=False)
+                undecided = self.state.policy.undecided
             y = self.y
             if self.state.policy.returned:
                 return self.x, y

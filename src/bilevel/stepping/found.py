@@ -147,7 +147,7 @@ class FoundSizes(GivenSizes):
 
     def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
         n = self._numbers
-        look, self.returned = self._look_is_due(state), False
+        look, self.returned, self.undecided = self._look_is_due(state), False, False
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
             self.pace = None if self._noisy else self._path
@@ -315,7 +315,8 @@ class FoundSizes(GivenSizes):
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
         lags = before.settled and not settled
-        if lags and not (steeper or self._closing) and n.rests < LATER_RESTS:
+        self.undecided = lags and not steeper and n.rests < LATER_RESTS
+        if self.undecided:
             if not near:
                 self._contract(state, 0.0)  # y solves g better than z; both go on from one place
             n.rests += 1

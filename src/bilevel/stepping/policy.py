@@ -48,11 +48,13 @@ class GivenSizes:
             length that ``current`` says.
         due: whether :meth:`judge` decides the step of x at the end of this outer step.
         returned: whether x and y went back in this outer step.
+        undecided: whether x rests until its last step can be tested.
     """
 
     pace: Pace | None = None
     due = False
     returned = False
+    undecided = False
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
