@@ -289,7 +289,7 @@ class FoundSizes(GivenSizes):
         n, merits = self._numbers, found.values
         value = statistics.fmean(merits) if merits else 0.0
         # z is the minimiser of g, so that a gap below zero is an error of z
-        near = found.gap >= -TOLERATED * abs(value - found.gap)
+        near = found.gap >= -TOLERATED * abs(found.upper)
         settled = (self.pace is None or self.pace.settled) and near
         before = self._reference
         if n.measuring or before is None:
@@ -333,6 +333,7 @@ class FoundSizes(GivenSizes):
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
         if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= excused:
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
+        lags = lags and not (self._noisy and rise < -SURE * error)
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)

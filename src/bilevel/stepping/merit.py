@@ -19,15 +19,18 @@ class Merits:
     """What is tested.
 
     Attributes:
-        values: the merit on each minibatch of the probe.
+        values: the merit on each minibatch of the probe. On more than one a gap below zero is left
+            out of it: that is no gain but an error of z, which minimises g.
         gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
             have any sign, and is 0 here.
+        upper: the part that is f.
         lower: g(x, z) on each minibatch; empty where it is not part of the merit.
         multiplier: lam, with which g counts.
     """
 
     values: list[float]
     gap: float = 0.0
+    upper: float = 0.0
     lower: list[float] = field(default_factory=list)
     multiplier: float = 0.0
 
@@ -65,8 +68,11 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     found = objectives.mean(torch.stack(values))
     if phi is None or phi.stencil is not FORWARD:
         return Merits(found[:, :2].sum(dim=1).tolist())
-    gap, lower = float(found[:, 1].mean()), found[:, 2].tolist()
-    return Merits(found[:, :2].sum(dim=1).tolist(), gap, lower, float(phi.multiplier))
+    upper, gap = found[:, :2].mean(dim=0).tolist()
+    merits = found[:, :2].sum(dim=1)
+    if len(found) > 1:
+        merits = merits - min(gap, 0.0)
+    return Merits(merits.tolist(), gap, upper, found[:, 2].tolist(), float(phi.multiplier))
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
