@@ -9,9 +9,9 @@ upper level is its loss on 500 held-out digits. No step size is set.
 What was found is judged by training y anew on all 1,000 digits. It is compared with one decay for
 all features, chosen from seven by the loss on the held-out digits. Betty, JAXopt and hypertorch
 have such examples; the last two differentiate implicitly with conjugate gradients, which is ``AID``
-here. It is not shown, because "auto" steps do not suit it on this task. The start matters: with decays as weak as exp(-7) the lower level is
-so badly conditioned that y does not follow x, and "auto" steps go astray. To save time the digits
-have 14 x 14 pixels.
+here. It is not shown, because "auto" steps do not suit it on this task. The start matters: with
+decays as weak as exp(-7) the lower level is so badly conditioned that y does not follow x, and
+"auto" steps go astray. To save time the digits have 14 x 14 pixels.
 
 .. gallery-result:: weight_decay
 """
