@@ -41,6 +41,7 @@ SINCE_START: dict[str, tuple[Any, Any]] = {
     "a rise below zero": (-2 + K / 400, None),
     "down and then above the start": (1 - K / 100 + (K / 150) ** 2, None),
     "exponential": (1.03**K, 1.015**K),
+    "a rise in the first of many growing steps": (4 - 3 * np.exp(-K / 40), 1.05**K),
     "one jump at the first step": (np.where(K < 1, 1.0, 50.0), np.where(K < 1, 100.0, 0.01)),
 }
 NOT_WORSE: dict[str, tuple[Any, Any]] = {

@@ -3,10 +3,11 @@
 What is judged is f at the lower solution, the column "upper" of the history, which noise may move
 up and down, so that levels are compared and not single numbers:
 
-- the *start* is the median of f while x made the first tenth of its way, over the later half of
-  these recorded steps: in the earlier ones y is not fitted, and f may be low by accident. Where g
-  shows that to fit y took longer, the start is as long as needed for its later half to come after
-  that (but not more than half of the way, since g may fall because of x as well);
+- the *start* is the median of f while x made the first tenth of its way, or of its steps where that
+  is sooner (steps may grow), over the later half of these recorded steps: in the earlier ones y is
+  not fitted, and f may be low by accident. Where g shows that to fit y took longer, the start is as
+  long as needed for its later half to come after that (but not more than half of the way, since g
+  may fall because of x as well);
 - what follows is cut into twenty blocks of one length, of which the medians are taken: a rare bad
   minibatch counts for nothing;
 - the *best* is the lowest level that two blocks in succession stayed below, the *end* the lower of
@@ -101,7 +102,11 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
     way = np.concatenate([[0.0], np.cumsum(lengths)])
     if not (math.isfinite(way[-1]) and way[-1] > 0):
         return None
-    least, most = (int(np.sum(way[:-1] <= part * way[-1])) for part in (START, LONGEST_START))
+    moves = np.concatenate([[0], np.cumsum(lengths > 0)])
+    least, most = (
+        int(np.sum((way[:-1] <= part * way[-1]) & (moves[:-1] <= part * moves[-1])))
+        for part in (START, LONGEST_START)
+    )
     first = min(most, max(least, 2 * _fitted(history["lower"][:most])))
     rest = f[first:]
     cuts = np.linspace(0, len(rest), min(BLOCKS, len(rest)) + 1).astype(int)

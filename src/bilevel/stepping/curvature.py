@@ -183,3 +183,9 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
 def mean_of(slopes: list[Slope]) -> Slope:
     """The mean of several gradients at the same point."""
     return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
+
+
+def change_within(slope: Slope, y: Variable, z: Variable) -> float:
+    """By how much a slope differs at two points, as a part of that at the second."""
+    centre = slope(z)
+    return float((slope(y) - centre).norm() / centre.norm())

@@ -82,6 +82,8 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         "merits": many(real()),
         "lower": many(real()),
         "latest": many(real()),
+        "solution": many(real()),
+        "spread": many(real()),
         "steepness": real(0.0, nan=True, infinite=True),
         "curvatures": _curvatures_form(mine),
         "settled": flag,

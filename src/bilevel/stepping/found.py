@@ -14,10 +14,12 @@ solution for methods without a Phi. Errors of y and z change Phi to second order
 it is the mean over a fixed probe of minibatches, and the differences on each of them say how sure
 it is. The test is failed if
 
-    the merit rose by more than a tenth of what the direction had promised, beyond three standard
-    errors and what it drifts by while x rests;
+    the merit rose by more than a tenth of what the direction had promised (but of no more than the
+    merit itself), beyond three standard errors and what it drifts by while x rests;
     or y met a curvature more than four times that at the reference;
-    or the copies of y could not settle; or a number was not finite.
+    or the copies of y could not settle; or a number was not finite;
+    or f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy:
+    then the merit, which stands for it, did not, and the multiplier is raised.
 
 The reference is where the merit was last seen to fall, so that many small rises count together.
 After a failure x and all copies of y go back there, and x rests for one outer step, in which the
@@ -36,7 +38,8 @@ of all, or four units if that is more.
 
 *The multiplier* starts at the number that is given (10), or at ten times the ratio of the
 curvatures of f and g if that is more. It is raised where f, seen from the two ends of the finite
-difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x, z)||; and
+difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x, z)||
+(looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and
 since y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x
 direction does not jump. A multiplier that is a function of k is followed as it is.
 """
@@ -52,12 +55,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bilevel.errors import FlatWarning, StateError, warn
+from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
-from bilevel.stepping.curvature import Curvature, Slope, cosine, mean_of, probed_slopes
-from bilevel.stepping.memory import Numbers, Reference, reference_at
-from bilevel.stepping.merit import Merits, is_noisy, merits_at, standard_error
+from bilevel.stepping.curvature import (
+    Curvature,
+    Slope,
+    change_within,
+    cosine,
+    mean_of,
+    probed_slopes,
+)
+from bilevel.stepping.flat import warn_if_flat
+from bilevel.stepping.memory import LATER_RESTS, MOST_RESTS, Numbers, Reference, reference_at
+from bilevel.stepping.merit import (
+    SURE,
+    TOLERATED,
+    Merits,
+    is_noisy,
+    merits_at,
+    standard_error,
+    surely_rose,
+)
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
@@ -76,15 +95,10 @@ WINDOW_OF_GIVEN_STEPS = 8
 FALLBACK_RATE = 0.1
 SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
-TOLERATED = 0.1
-SURE = 3.0
 STEEPER = 4.0
 LEAST_SHARE = 1e-3
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
-
-MOST_RESTS, LATER_RESTS = 10, 3
-"""At the start, until y is near the lower solution; later three are enough to tell."""
 
 MOST_RETURNS = 30
 """After so many returns in a row the step is next to nothing, and shortening it does not help."""
@@ -218,38 +232,33 @@ class FoundSizes(GivenSizes):
         if not self._tests:
             n.looks += 1
 
-    def _raise_multiplier(self, state: Iterate) -> bool:
+    def _raise_multiplier(self, state: Iterate, *, least: float = 1.0) -> bool:
         """Make the finite difference finer where f changes its slope within it; whether it did."""
-        if not self._raises or state.penalised is None:
+        z, y = state.solution, state.penalised
+        if not self._raises or y is None:
             return False
         # on the samples of the last look: to peek at others now would change what is saved
         slope = self._slope_of_f
         assert slope is not None, "a look comes before every test"
-        centre = slope(state.solution)
-        change = float((slope(state.penalised) - centre).norm() / centre.norm())
-        if not (change > SLOPE_CHANGE and math.isfinite(change)):
-            return False
+        rewind = Rewind(state.x.device)
+        change = change_within(slope, y, z)
+        rewind()
+        wanted = max(change / SLOPE_CHANGE, least)
         g, f = (curvature.value for curvature in self._curvatures)
         # beyond this the difference of two gradients is rounding
-        most = 0.1 * torch.finfo(centre.dtype).eps ** -0.5 * max(1.0, f / g if g > 0 else 1.0)
+        most = 0.1 * torch.finfo(z.leaves[0].dtype).eps ** -0.5 * max(1.0, f / g if g > 0 else 1.0)
         now = float(self.current.multiplier) if self.current is not None else state.multiplier
-        raised = min(now * min(change / SLOPE_CHANGE, 10.0), most)
-        if not raised > now:
+        raised = min(now * min(wanted, 10.0), most)
+        if not (raised > now and math.isfinite(wanted)):
             return False
         self._contract(state, now / raised)
         self._numbers.multiplier = raised
-        self._rest_at_new_start()
+        self._numbers.measure_anew()
         return True
 
     def _contract(self, state: Iterate, share: float) -> None:
         state.contract_copies(share)
         self.forget_momentum()
-
-    def _rest_at_new_start(self) -> None:
-        """The merit is another one from now on: measure it before x moves again."""
-        n = self._numbers
-        n.measuring, n.rests = True, MOST_RESTS - LATER_RESTS
-        n.last = n.failed = math.nan
 
     # At the end of an outer step: the test
 
@@ -265,7 +274,7 @@ class FoundSizes(GivenSizes):
             n.brake *= 2
             if not self._put_back(state):
                 self._rested = found.lower
-            self._rest_at_new_start()
+            self._numbers.measure_anew()
             return 0.0
         n.resting = True
         upper = self._tested(state, direction, found)
@@ -277,12 +286,10 @@ class FoundSizes(GivenSizes):
 
     def _lower_rose(self, found: Merits) -> bool:
         """Whether g at the lower solution rose while x rested: its steps are then too long."""
-        rises = [here - there for here, there in zip(found.lower, self._rested, strict=False)]
-        if not rises or self._stiffness is None or self.pace is not None:
+        if self._stiffness is None or self.pace is not None or not found.lower:
             return False
         last = 0.0 if math.isnan(self._numbers.last) else self._numbers.last
-        known = max(abs(statistics.fmean(self._rested)), abs(last) / found.multiplier)
-        return statistics.fmean(rises) > TOLERATED * known + SURE * standard_error(rises)
+        return surely_rose(found.lower, self._rested, least=abs(last) / found.multiplier)
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
@@ -305,12 +312,12 @@ class FoundSizes(GivenSizes):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
             if n.drift > TOLERATED * abs(value):
-                self._shorten(math.inf)
-                self._rest_at_new_start()
+                n.shorten(math.inf, noisy=bool(self._noisy))
+                self._numbers.measure_anew()
                 return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
-                self._shorten(rise)
+                n.shorten(rise, noisy=bool(self._noisy))
             n.failed = math.nan
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
@@ -328,7 +335,9 @@ class FoundSizes(GivenSizes):
         n.promised = max(0.0, -float(way @ before.direction))
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
-        rose = rise > TOLERATED * n.promised + n.drift + SURE * error + rounding
+        # a promise of more than the merit itself is made by a slope that does not last
+        tolerated = TOLERATED * min(n.promised, abs(value - rise))
+        rose = rise > tolerated + n.drift + SURE * error + rounding
         # what y may have left to fall is of the order of the gap
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
         if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= excused:
@@ -337,20 +346,15 @@ class FoundSizes(GivenSizes):
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
+        if self._raises and before.misled(found):
+            self._put_back(state)
+            if not self._raise_multiplier(state, least=2.0):
+                self._go_back(state, math.inf)
+            return 0.0
         self._learn(way, direction - before.direction, merits, before.latest)
         n.returns, n.drift = 0, n.drift / 2
         gained = not rises or rise < -error
         return self._go_on(state, direction, found, settled, keep=not gained)
-
-    def _shorten(self, rise: float) -> None:
-        """The step after a window that failed, by which the merit rose by so much."""
-        n = self._numbers
-        if not math.isfinite(rise):
-            n.upper *= 0.25
-        elif self._noisy or not n.promised > 0:
-            n.upper *= 0.5
-        else:
-            n.upper *= min(0.5, max(0.5 * n.promised / (n.promised + rise), 0.1))
 
     def _met(self) -> float:
         """The curvature that the lower steps met in the last outer step."""
@@ -386,48 +390,34 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         if self._closing:
             return 0.0
-        if n.looks & (n.looks - 1) == 0:
-            rewind = Rewind(state.x.device)
-            raised = self._raise_multiplier(state)
-            rewind()
-            if raised:
-                return 0.0
-        n.rests, n.measuring = 0, False
-        if keep and self._reference is not None:
-            self._reference.latest = found.values
-        else:
-            known = self._met(), saved(self._curvatures), settled
-            self._reference = reference_at(state, direction, found, *known)
-        norm = float(direction.norm())
-        if not norm:
-            if math.isnan(n.upper) and n.looks == MOST_RESTS and self._feels_f(state):
-                warn(
-                    FlatWarning(
-                        f"at step {state.k} neither f nor g changes with x: the direction of x is "
-                        f"exactly zero, and x stays where it is. Are both computed from x without "
-                        f".detach(), torch.no_grad() or rounding, and does g join x and y?"
-                    )
-                )
-            return 0.0
+        norm, first = float(direction.norm()), math.isnan(n.upper)
         x = flatten(state.x.leaves)
-        if math.isnan(n.upper):
+        if first and norm:
             length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
             promise = FIRST_SHARE * abs(statistics.fmean(found.values or [0.0])) / norm
             n.upper = n.first = min(length, promise or length) / norm / self._unit
+        # while y is fitted in minibatches x rests, and then it must not set out on a coarse one
+        coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
+        if coarse and self._raise_multiplier(state):
+            return 0.0
+        before, fresh = self._reference, n.measuring
+        n.rests, n.measuring = 0, False
+        if keep and before is not None:
+            before.latest = found.values
+        else:
+            known = self._met(), saved(self._curvatures), settled
+            self._reference = reference_at(state, direction, found, *known)
+            if before is not None and not fresh:
+                self._reference.remember_lowest(before)
+        if not norm:
+            if first and n.looks == MOST_RESTS:
+                warn_if_flat(state, self._slope_of_f)
+            return 0.0
         if self._noisy:
             size = max(1.0, float(x.abs().median()))
             longest = LONGEST_MOVE * size / float(direction.abs().max())
             n.upper = min(max(n.upper, LEAST_SHARE * n.first), longest)
         return n.upper
-
-    def _feels_f(self, state: Iterate) -> bool:
-        """Whether f would move y: else a direction of zero says that x has arrived."""
-        y, z = state.penalised, state.solution
-        if y is not None:
-            where = flatten(z.leaves)
-            seen: float = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
-            return float((flatten(y.leaves) - where).norm()) > seen
-        return self._slope_of_f is None or bool(self._slope_of_f(z).any())
 
     def _go_back(self, state: Iterate, merit: float) -> float:
         """Put everything back to where the window began, where x rests for a step."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from bilevel.errors import StateError
-from bilevel.stepping.merit import Merits
+from bilevel.stepping.merit import Merits, surely_rose
 from bilevel.stepping.policy import Iterate
 from bilevel.variables import flatten
+
+MOST_RESTS, LATER_RESTS = 10, 3
+"""At the start, until y is near the lower solution; later three are enough to tell."""
 
 
 @dataclass
@@ -58,6 +62,20 @@ class Numbers:
     measuring: bool = True
     resting: bool = False
 
+    def measure_anew(self) -> None:
+        """The merit is another one from now on: measure it before x moves again."""
+        self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS
+        self.last = self.failed = math.nan
+
+    def shorten(self, rise: float, *, noisy: bool) -> None:
+        """Shorten the step of x after a window that failed, by which the merit rose by so much."""
+        if not math.isfinite(rise):
+            self.upper *= 0.25
+        elif noisy or not self.promised > 0:
+            self.upper *= 0.5
+        else:
+            self.upper *= min(0.5, max(0.5 * self.promised / (self.promised + rise), 0.1))
+
     @classmethod
     def checked(cls, found: Any) -> Numbers:
         """The numbers of a saved state, if they are such."""
@@ -78,6 +96,8 @@ class Reference:
         merits: on each minibatch of the probe; empty where the data cannot be sampled again.
         latest: the same at the end of the last window.
         lower: g at the lower solution on each of them.
+        solution: f there, where its mean was lowest since the merit was last measured anew.
+        spread: by how much that was above f at the penalised copy.
         steepness: the curvature that the lower steps met.
         curvatures: what is known of those of g and f.
         settled: whether the copies of y had settled; at a kink they never do.
@@ -89,9 +109,26 @@ class Reference:
     merits: list[float]
     latest: list[float]
     lower: list[float]
+    solution: list[float]
+    spread: list[float]
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool
+
+    def remember_lowest(self, before: Reference) -> None:
+        """Keep f at the lower solution of an earlier reference if it was lower there."""
+        if before.solution and statistics.fmean(before.solution) < statistics.fmean(self.solution):
+            self.solution, self.spread = before.solution, before.spread
+
+    def misled(self, found: Merits) -> bool:
+        """Whether f at the lower solution rose, and away from where the merit takes it.
+
+        That it rose may be an error of the copies, which they have in common.
+        """
+        level = abs(statistics.fmean(self.solution)) if self.solution else 0.0
+        return surely_rose(found.solution, self.solution) and surely_rose(
+            found.spread, self.spread, least=level
+        )
 
 
 def reference_at(
@@ -106,6 +143,5 @@ def reference_at(
     x = flatten(state.x.leaves).detach()
     places = [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
     merits = found.values
-    return Reference(
-        x, places, direction, merits, merits, found.lower, steepness, curvatures, settled
-    )
+    known = merits, merits, found.lower, found.solution, found.spread
+    return Reference(x, places, direction, *known, steepness, curvatures, settled)

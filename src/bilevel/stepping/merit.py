@@ -13,18 +13,26 @@ from bilevel.sampling import Rewind
 from bilevel.stepping.policy import Iterate
 from bilevel.variables import Variable, buffers_kept
 
+TOLERATED = 0.1
+"""The part of a value, or of what was promised, that a change must exceed to count."""
+
+SURE = 3.0
+"""The standard errors that a change must exceed to be told from noise."""
+
 
 @dataclass(frozen=True)
 class Merits:
     """What is tested.
 
     Attributes:
-        values: the merit on each minibatch of the probe. On more than one a gap below zero is left
-            out of it: that is no gain but an error of z, which minimises g.
+        values: the merit on each minibatch of the probe. On more than one the gap is left out of it
+            where it is not above its standard error: it is then noise, lam times that of g.
         gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
             have any sign, and is 0 here.
         upper: the part that is f.
         lower: g(x, z) on each minibatch; empty where it is not part of the merit.
+        solution: f(x, z) on each, which the merit stands for; empty where g is not part of it.
+        spread: f(x, z) - f(x, y) on each, what f changes by within the finite difference.
         multiplier: lam, with which g counts.
     """
 
@@ -32,6 +40,8 @@ class Merits:
     gap: float = 0.0
     upper: float = 0.0
     lower: list[float] = field(default_factory=list)
+    solution: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
     multiplier: float = 0.0
 
 
@@ -48,31 +58,38 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
         at_g = zip(stencil.lower, phi.points, strict=False)
         terms = [(Level.UPPER, y, u) for u, y in at_f if u]
         terms += [(Level.LOWER, y, lam * w) for w, y in at_g if w]
+    forward = phi is not None and phi.stencil is FORWARD
+    if forward:
+        terms.append((Level.UPPER, state.solution, 0.0))  # not part of the merit
     uppers, lowers = draw.upper.probe(), draw.lower.probe()
     rewind = Rewind(x.device)
     values = []
     with buffers_kept(x, *(y for _, y, _ in terms)):
         for place in range(max(len(uppers), len(lowers))):
-            total = torch.zeros(3, dtype=torch.float64, device=x.device)
+            total = torch.zeros(4, dtype=torch.float64, device=x.device)
             for level, y, weight in terms:
                 rewind()
                 upper = level is Level.UPPER
                 objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
                 value = objective(x, y, batches[place % len(batches)]).double()
-                total[0 if upper else 1] += weight * value
-                if not upper and y is state.solution:
-                    total[2] = value
+                part = 0 if upper else 1
+                if weight:
+                    total[part] += weight * value
+                if y is state.solution:
+                    total[2 + part] = value
             values.append(total)
     rewind()
     found = objectives.mean(torch.stack(values))
-    if phi is None or phi.stencil is not FORWARD:
+    if phi is None or not forward:
         return Merits(found[:, :2].sum(dim=1).tolist())
-    upper, gap = found[:, :2].mean(dim=0).tolist()
-    merits = found[:, :2].sum(dim=1)
-    if len(found) > 1:
-        merits = merits - min(gap, 0.0)
-    return Merits(merits.tolist(), gap, upper, found[:, 2].tolist(), float(phi.multiplier))
+    f, gaps, solution, lower = found.T.tolist()
+    gap = statistics.fmean(gaps)
+    hidden = len(gaps) > 1 and gap <= standard_error(gaps)
+    merits = f if hidden else [here + above for here, above in zip(f, gaps, strict=True)]
+    spread = [at_z - at_y for at_z, at_y in zip(solution, f, strict=True)]
+    lam = float(phi.multiplier)
+    return Merits(merits, gap, statistics.fmean(f), lower, solution, spread, lam)
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
@@ -92,3 +109,12 @@ def is_noisy(objectives: Objectives, state: Iterate) -> bool:
 def standard_error(rises: list[float]) -> float:
     """The standard error of their mean; 0 for one, which is exact."""
     return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
+
+
+def surely_rose(here: list[float], there: list[float], least: float = 0.0) -> bool:
+    """Whether values on the same minibatches rose for sure, and by more than a tenth of them."""
+    rises = [value - before for value, before in zip(here, there, strict=False)]
+    if not rises:
+        return False
+    known = max(abs(statistics.fmean(there)), least)
+    return statistics.fmean(rises) > TOLERATED * known + SURE * standard_error(rises)

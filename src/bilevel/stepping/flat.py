@@ -1,0 +1,33 @@
+"""A direction of x that is exactly zero: has x arrived, or does nothing depend on it?"""
+
+from __future__ import annotations
+
+import torch
+
+from bilevel.errors import FlatWarning, warn
+from bilevel.stepping.curvature import Slope
+from bilevel.stepping.policy import Iterate
+from bilevel.variables import flatten
+
+
+def warn_if_flat(state: Iterate, slope_of_f: Slope | None) -> None:
+    """Say that neither objective changes with x, where it is so."""
+    if not _feels_f(state, slope_of_f):
+        return
+    warn(
+        FlatWarning(
+            f"at step {state.k} neither f nor g changes with x: the direction of x is exactly "
+            f"zero, and x stays where it is. Are both computed from x without .detach(), "
+            f"torch.no_grad() or rounding, and does g join x and y?"
+        )
+    )
+
+
+def _feels_f(state: Iterate, slope_of_f: Slope | None) -> bool:
+    """Whether f would move y: else a direction of zero says that x has arrived."""
+    y, z = state.penalised, state.solution
+    if y is not None:
+        where = flatten(z.leaves)
+        seen: float = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
+        return float((flatten(y.leaves) - where).norm()) > seen
+    return slope_of_f is None or bool(slope_of_f(z).any())

@@ -1,0 +1,123 @@
+"""What "auto" tests the steps of x by, and what it does where that is not f at the solution."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bilevel
+from bilevel.problem import FORWARD, Phi
+from bilevel.stepping.memory import Reference
+from bilevel.stepping.merit import Merits, merits_at, surely_rose
+
+NORMAL = torch.Generator().manual_seed(0)
+NEAR = 1 + 0.3 * torch.randn(512, 4, generator=NORMAL)
+FAR = 2 + 0.3 * torch.randn(512, 4, generator=NORMAL)
+
+
+class Weighted:
+    """g counts with the weight exp(x) beside a pull to zero, and f wants y further on.
+
+    The true F falls as the weight grows. But a small weight makes it cheap for the penalised copy
+    to be anywhere, so that Phi falls with the weight too, if the multiplier is too small for it.
+    """
+
+    def __init__(self, pull: float) -> None:
+        self.pull = pull
+        self.problem = bilevel.Problem(self.upper, self.lower)
+
+    def upper(self, x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return 0.5 * ((y - batch) ** 2).sum(1).mean()
+
+    def lower(self, x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return x.exp() * self.upper(x, y, batch) + 0.5 * self.pull * (y**2).sum()
+
+    def value(self, x: Tensor) -> float:
+        """F, in closed form."""
+        weight = x.exp()
+        return float(self.upper(x, weight * NEAR.mean(0) / (weight + self.pull), FAR))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "start", "pull"),
+    [
+        pytest.param(64, 0.0, 0.1, marks=pytest.mark.slow),
+        pytest.param(16, -1.0, 0.001, marks=pytest.mark.slow),
+        (None, 1.0, 0.01),
+    ],
+)
+def test_a_merit_that_falls_where_f_rises_is_not_followed(
+    batch_size: int | None, start: float, pull: float
+) -> None:
+    task, x0 = Weighted(pull), torch.tensor(start)
+    data: dict[str, Any] = {"lower_data": NEAR, "upper_data": FAR}
+    if batch_size is not None:
+        data["batch_size"] = batch_size
+    found = bilevel.minimize(task.problem, x0, torch.zeros(4), steps=200, **data)
+    best = task.value(torch.tensor(20.0))
+    # the rest is what the noise of minibatches hides
+    assert task.value(found.x) < max(1.1 * best, best + 0.1 * (task.value(x0) - best))
+
+
+def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
+    task = Weighted(0.1)
+    data: dict[str, Any] = {"lower_data": NEAR, "upper_data": FAR, "batch_size": 16}
+    solver = bilevel.Solver(task.problem, torch.tensor(0.0), torch.zeros(4), **data)
+    state, evaluator = solver.state, solver.evaluator
+    minimiser = NEAR.mean(0) / 1.1  # of g
+
+    def merits(y: Tensor, z: Tensor) -> Merits:
+        for variable, value in zip(state.points, (y, z), strict=True):
+            variable.leaves[0].data.copy_(value)
+        phi = Phi(FORWARD, state.x, state.points, 10.0, shared=True)
+        return merits_at(evaluator, state, phi)
+
+    def level(found: Merits) -> float:
+        return statistics.fmean(found.values)
+
+    seen, hidden = merits(minimiser + 1, minimiser), merits(minimiser, minimiser + 0.01)
+    assert seen.gap > 5
+    assert level(seen) == pytest.approx(seen.upper + seen.gap)
+    assert hidden.gap < 0
+    assert level(hidden) == pytest.approx(hidden.upper)
+    # f at both ends, on each minibatch
+    assert statistics.fmean(seen.spread) == pytest.approx(
+        statistics.fmean(seen.solution) - seen.upper
+    )
+
+
+def reference(solution: list[float], spread: list[float]) -> Reference:
+    return Reference(
+        torch.zeros(1), [], torch.zeros(1), [], [], [], solution, spread, 1.0, [], True
+    )
+
+
+def found(solution: list[float], spread: list[float]) -> Merits:
+    return Merits([0.0], solution=solution, spread=spread)
+
+
+def test_f_that_rises_with_both_copies_is_noise_and_away_from_one_it_is_not() -> None:
+    before = reference([1.0, 1.1], [0.2, 0.2])
+    assert before.misled(found([1.5, 1.6], [0.7, 0.7]))
+    assert not before.misled(found([1.5, 1.6], [0.2, 0.2]))
+    assert not before.misled(found([0.9, 1.0], [0.7, 0.7]))
+    assert not reference([], []).misled(Merits([0.0]))
+
+
+def test_many_small_rises_count_together() -> None:
+    first, second = reference([1.0], [0.1]), reference([1.05], [0.15])
+    second.remember_lowest(first)
+    assert second.misled(found([1.12], [0.22]))
+    assert not reference([1.05], [0.15]).misled(found([1.12], [0.22]))
+
+
+def test_a_rise_must_exceed_a_tenth_and_the_noise() -> None:
+    assert surely_rose([1.2, 1.2], [1.0, 1.0])
+    assert not surely_rose([1.05, 1.05], [1.0, 1.0])
+    assert not surely_rose([2.0, 0.6], [1.0, 1.0])
+    assert not surely_rose([0.3], [0.0], least=5.0)
+    assert not surely_rose([], [])
