@@ -124,13 +124,21 @@ class Curvature:
         self.value = 0.0
         self._vector = torch.randn(size, generator=generator).to(like)
 
-    def refine(self, slope: Slope, y: Variable, steps: int, *, noisy: bool = False) -> None:
-        """Take a few more iterations at ``y``.
+    def refine(
+        self,
+        slope: Slope,
+        y: Variable,
+        steps: int,
+        *,
+        noisy: bool = False,
+        here: Tensor | None = None,
+    ) -> None:
+        """Take a few more iterations at ``y``, where the slope is ``here`` if that is known.
 
         A rise is followed at once, a fall slowly; but where the slope is that of a sample, which
         may hold an outlier, both are followed halfway.
         """
-        here = slope(y)
+        here = slope(y) if here is None else here
         found = largest = self.value
         for _ in range(steps):
             # At the start the scale of y is not known; the first estimate of L gives it. Power

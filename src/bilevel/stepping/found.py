@@ -215,20 +215,21 @@ class FoundSizes(GivenSizes):
         lower, upper = mean_of(of_g), mean_of(of_f)
         self._slope_of_f = upper
         g, f = self._curvatures
+        slopes = [slope(y) for slope in of_g]
+        here = torch.stack(slopes).mean(dim=0)
         if not n.looks:
-            g.refine(lower, y, FIRST_POWER_STEPS)
+            g.refine(lower, y, FIRST_POWER_STEPS, here=here)
             f.refine(upper, y, FIRST_POWER_STEPS)
             if self._raises and g.value > 0:
                 n.multiplier = 10 * f.value / g.value
         else:
-            g.refine(lower, y, 1, noisy=noisy)
+            g.refine(lower, y, 1, noisy=noisy, here=here)
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
             self._signal = float(upper(state.penalised or y).norm())
         if len(of_g) > 1 and n.looks:
-            agreement = cosine(*(slope(y) for slope in of_g))
-            n.noisy += n.since * (1 - max(0.0, agreement))
+            n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
         if not self._tests:
             n.looks += 1
 
