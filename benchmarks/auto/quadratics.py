@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.auto.case import Case, Maker
@@ -64,6 +65,34 @@ def _nonconvex(seed: int, data_dir: Path | None) -> Case:
     return case_of(Nonconvex(seed=seed))
 
 
+def _vanishing(seed: int, data_dir: Path | None, *, batch_size: int) -> Case:
+    """Least squares with a weight exp(x) beside a pull to zero, for targets that are further on.
+
+    F falls as the weight grows. But the smaller it is, the cheaper it is for y to follow f, so that
+    with a multiplier that is too small for it Phi falls with the weight.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    near, far = (at + 0.3 * torch.randn(512, 4, generator=generator) for at in (1, 2))
+
+    def upper(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return 0.5 * ((y - batch) ** 2).sum(1).mean()
+
+    def lower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return x.exp() * upper(x, y, batch) + 0.05 * (y**2).sum()
+
+    def value(x: Tensor, y: Tensor) -> float:
+        weight = x.double().exp()
+        return float(upper(x, weight * near.mean(0) / (weight + 0.1), far))
+
+    return Case(
+        problem=Problem(upper, lower),
+        x0=torch.tensor(0.0),
+        y0=torch.zeros(4),
+        value=value,
+        data={"upper_data": far, "lower_data": near, "batch_size": batch_size},
+    )
+
+
 def _named(scales: Sequence[float]) -> str:
     return " ".join(
         f"{name}*{scale:g}" for name, scale in zip("fgxy", scales, strict=True) if scale != 1
@@ -84,4 +113,6 @@ PROBLEMS: dict[str, Maker] = {
     "quadratic, 50 variables": _wide,
     "quadratic, noisy": _noisy,
     "nonconvex": _nonconvex,
+    "a weight that can vanish": partial(_vanishing, batch_size=512),
+    "a weight that can vanish, batches of 16": partial(_vanishing, batch_size=16),
 }
