@@ -96,6 +96,13 @@ def test_what_rises_while_y_is_fitted_is_no_rise() -> None:
     fitting = np.exp(-K / 20)
     assert worsening(history(2 - fitting)) is not None
     assert worsening(history(2 - fitting, lower=1 + fitting**2)) is None
+    # nor is a fall of both, to a level about which f then moves
+    fall = np.exp(-K / 10) + 0.1 + 0.01 * (K > 300)
+    assert worsening(history(fall, 1.05**K, lower=1 + fitting)) is None
+    # nor is what is lost of a fall that was over before x had made a tenth of its steps
+    rested = history(np.where(K < 20, 1.0, 0.1) + 0.01 * (K > 300))
+    rested["upper_lr"][:10] = 0.0
+    assert worsening(rested) is None
     # but where g falls all the time, it is x that makes it fall
     assert worsening(history(1 + K / 400, lower=2 - K / 400)) is not None
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import bilevel
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.curvature import Curvature, difference, slope_of
 from bilevel.variables import Variable
@@ -54,3 +55,13 @@ def test_a_linear_function_with_rounding_is_not_looked_at_from_ever_further_away
 
     Curvature(y, seed=0).refine(slope, y, 8)
     assert furthest < 1e6  # the first estimate is off by 10^4, and eight such factors are 10^32
+
+
+def test_the_first_vector_is_made_where_its_generator_is() -> None:
+    x, y = torch.zeros(2), torch.zeros(2)
+    problem = bilevel.Problem(
+        lambda x, y, batch: ((y - 1) ** 2).sum(), lambda x, y, batch: ((y - x) ** 2).sum()
+    )
+    with torch.device("meta"):
+        found = bilevel.minimize(problem, x, y, steps=20)
+    assert torch.allclose(found.x, torch.ones(2), atol=1e-3)

@@ -6,8 +6,9 @@ up and down, so that levels are compared and not single numbers:
 - the *start* is the median of f while x made the first tenth of its way, or of its steps where that
   is sooner (steps may grow), over the later half of these recorded steps: in the earlier ones y is
   not fitted, and f may be low by accident. Where g shows that to fit y took longer, the start is as
-  long as needed for its later half to come after that (but not more than half of the way, since g
-  may fall because of x as well);
+  long as needed for its later half to come after that (but not more than half of the way, and not
+  where f was higher before, since g may fall because of x as well). Where x rested at first, so
+  that y was fitted, the start is also not below f there;
 - what follows is cut into twenty blocks of one length, of which the medians are taken: a rare bad
   minibatch counts for nothing;
 - the *best* is the lowest level that two blocks in succession stayed below, the *end* the lower of
@@ -107,13 +108,16 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
         int(np.sum((way[:-1] <= part * way[-1]) & (moves[:-1] <= part * moves[-1])))
         for part in (START, LONGEST_START)
     )
-    first = min(most, max(least, 2 * _fitted(history["lower"][:most])))
+    fitted = min(most, max(least, 2 * _fitted(history["lower"][:most])))
+    rested = int(np.argmax(lengths > 0)) + 1  # "auto" fits y before x moves
+    starts = (least, fitted) if rested == 1 else (rested, least, fitted)
+    start, first = max((float(np.median(f[n // 2 : n])), n) for n in starts)
     rest = f[first:]
     cuts = np.linspace(0, len(rest), min(BLOCKS, len(rest)) + 1).astype(int)
     if len(cuts) - 1 < FEWEST:
         return None
     levels = np.array([np.median(rest[a:b]) for a, b in pairwise(cuts)])
-    start, end = float(np.median(f[first // 2 : first])), float(min(levels[-2:]))
+    end = float(min(levels[-2:]))
     pairs = np.maximum(levels[1:], levels[:-1])
     lowest = int(np.argmin(pairs))
     best = float(pairs[lowest])

@@ -61,24 +61,6 @@ def probed_slopes(objectives: Objectives, x: Variable, level: Level, looks: int)
     return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
 
 
-def value_of(
-    objective: Callable[[Variable, Variable, Any], Tensor],
-    x: Variable,
-    sample: list[Any],
-    mean: Callable[[Tensor], Tensor],
-) -> Callable[[Variable], float]:
-    """The value of an objective at fixed x and sample, with the same draws each time."""
-    rewind = Rewind(x.device)
-
-    def value(y: Variable) -> float:
-        rewind()
-        with torch.no_grad(), buffers_kept(x, y):
-            here = sum(float(objective(x, y, batch)) for batch in sample) / len(sample)
-            return float(mean(torch.tensor(here, dtype=torch.float64)))
-
-    return value
-
-
 @torch.no_grad()
 def difference(
     slope: Slope, y: Variable, here: Tensor, v: Tensor, scale: float, share: float | None = None
@@ -122,7 +104,7 @@ class Curvature:
         size = sum(leaf.numel() for leaf in y.leaves)
         like = flatten(y.leaves)
         self.value = 0.0
-        self._vector = torch.randn(size, generator=generator).to(like)
+        self._vector = torch.randn(size, generator=generator, device="cpu").to(like)
 
     def refine(
         self,
@@ -173,8 +155,8 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
 
     It is found by power iterations from a fixed random vector; 0 where there is no curvature.
     """
-    here = slope(y)
-    vector = torch.randn(len(here), generator=torch.Generator().manual_seed(0)).to(here)
+    here, generator = slope(y), torch.Generator().manual_seed(0)
+    vector = torch.randn(len(here), generator=generator, device="cpu").to(here)
     scale = size(y) or math.sqrt(len(here))
     found = 0.0
     for _ in range(steps):
