@@ -21,6 +21,7 @@ from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
 from bilevel.stepping.schedules import Power
 from bilevel.testing import CHECKS
+from tests.marks import slow_except
 
 CASES = [*methods.CASES, Case("no-bilevel", {"lower_lr": 0.5}, steps=10)]
 BY_NAME = {case.name: case for case in CASES}
@@ -112,6 +113,9 @@ VARIANTS = [
     Case("vpbgd", {"multiplier": 5.0, "inner_steps": 2, **_OPTIMIZERS}, 10, "optimizers"),
     Case("no-bilevel", {"lower_optimizer": _OPTIMIZERS["lower_optimizer"]}, 10, "optimizers"),
 ]
+
+_ONE_OF_EACH = [*map(str, CASES), "f2sa central", "f2sa independent", "f2sa auto"]
+"""Of every method its first settings, and the ways of F2SA that are code of their own."""
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 variants = pytest.mark.parametrize("case", VARIANTS, ids=str)
@@ -298,10 +302,7 @@ def test_with_the_lower_level_solved_the_direction_is_the_hypergradient(name: st
     assert (found - exact).norm() <= tolerance * exact.norm()
 
 
-TABLES = [case for case in VARIANTS if case.label not in ("auto", "optimizers")]
-
-
-@pytest.mark.parametrize("case", TABLES, ids=str)
+@pytest.mark.parametrize("case", slow_except(_ONE_OF_EACH, EXACT), ids=str)
 def test_a_table_gives_the_iterates_of_a_tensor(case: Case) -> None:
     problem = Quadratic(dim_x=5, dim_y=5, sigma_f=0.1, sigma_g=0.1, seed=0)
 
@@ -360,7 +361,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-@variants
+@pytest.mark.parametrize("case", slow_except(_ONE_OF_EACH, VARIANTS), ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_keeps_the_device(case: Case, device: str) -> None:
     problem = Quadratic(sigma_f=0.1, sigma_g=0.1, device=device)

@@ -52,7 +52,7 @@ SCHEMES: dict[str, Any] = {
 
 @pytest.mark.parametrize("methods", SCHEMES.values(), ids=list(SCHEMES))
 def test_every_scheme_gives_the_runs_of_minimize(methods: Any) -> None:
-    assert_as_one_by_one(cleaning(), methods, 2, steps=15)
+    assert_as_one_by_one(cleaning(), methods, 2, steps=6)
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ SETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sets", SETS.values(), ids=list(SETS))
 def test_each_run_stays_in_its_set(sets: Any, scheme: Any) -> None:
     methods = [F2SA(0.5, lr, scheme=scheme, inner_steps=3) for lr in (3.0, 10.0)]
-    assert_as_one_by_one(cleaning(**sets), methods, 2, steps=20)
+    assert_as_one_by_one(cleaning(**sets), methods, 2, steps=8)
 
 
 @pytest.mark.parametrize("sets", [SETS["box"], SETS["a function"]])

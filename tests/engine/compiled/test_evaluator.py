@@ -44,7 +44,7 @@ from tests.marks import slow_except
 @graphs
 @gathered
 @pytest.mark.parametrize(
-    "name", slow_except(["forward", "independent", "single pass", "central"], SCHEMES)
+    "name", slow_except(["independent", "central"], SCHEMES)
 )
 def test_every_scheme_takes_the_same_steps(name: str) -> None:
     eager, compiled = (solver(SCHEMES[name], compile=c) for c in (False, True))
@@ -58,7 +58,6 @@ COUPLED = [
     ("loaders", "independent"),
 ]
 QUICK = {
-    ("larger batches", "shared"),
     ("a loader beside rows", "shared"),
     ("a sweep in uneven parts", "independent"),
 }
