@@ -161,6 +161,7 @@ def test_the_best_is_returned_without_a_word() -> None:
     assert result.selected_step < 5
 
 
+@pytest.mark.slow
 def test_a_rise_after_a_fall_is_told() -> None:
     method = F2SA(1.0, lambda k: 0.1 if k < 30 else 0.51, 1e6)
     with pytest.warns(WorsenedWarning, match="above"):
@@ -168,6 +169,7 @@ def test_a_rise_after_a_fall_is_told() -> None:
     assert result.outcome is Outcome.WORSENED
 
 
+@pytest.mark.slow
 def test_runs_that_fall_or_fluctuate_are_not_told_anything() -> None:
     noisy = Quadratic(condition=3.0, sigma_f=0.5, sigma_g=0.5, seed=0)
     data = {"upper_data": noisy.upper_noise, "lower_data": noisy.lower_noise}

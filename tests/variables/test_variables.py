@@ -242,13 +242,13 @@ def test_tied_leaves_are_one_variable_of_every_method(method: str, module: bool)
         start = nn.Module()
         start.a = start.b = p
     result = bilevel.minimize(
-        bilevel.Problem(upper, lower), torch.zeros(()), start, method=method, steps=60
+        bilevel.Problem(upper, lower), torch.zeros(()), start, method=method, steps=40
     )
     once = bilevel.Problem(
         lambda x, y, batch: 0.5 * (y - 1) ** 2 + 0.5 * y**2 + 0 * x,
         lambda x, y, batch: 0.5 * (y - x) ** 2 + 0.5 * (y - 2 * x) ** 2,
     )
-    known = bilevel.minimize(once, torch.zeros(()), torch.zeros(()), method=method, steps=60)
+    known = bilevel.minimize(once, torch.zeros(()), torch.zeros(()), method=method, steps=40)
     torch.testing.assert_close(result.x, known.x, rtol=1e-3, atol=1e-4)
     assert float(result.x) > 0
     a, b = parts(result.y)

@@ -114,8 +114,8 @@ def _tensors(name: str, data: Any) -> list[Tensor]:
             raise ArgumentError(f"{path} is a scalar; its first dimension must count the samples")
         if value.layout != torch.strided:
             raise ArgumentTypeError(
-                f"{path} is of the layout {value.layout}, of which no rows can be drawn; convert it "
-                "with .to_dense(), or give a DataLoader or an iterable of batches"
+                f"{path} is of the layout {value.layout}, of which no rows can be drawn; convert "
+                "it with .to_dense(), or give a DataLoader or an iterable of batches"
             )
         if value.is_meta:
             raise ArgumentError(f"{path} is on the meta device and has no values")

@@ -301,8 +301,8 @@ def _raise_once(module: nn.Module, inputs: Any) -> None:
     ("where", "raised_there"),
     [
         ("first layer", "RuntimeError"),
-        ("last layer", "ValueError"),
-        ("between", "ValueError"),
+        pytest.param("last layer", "ValueError", marks=pytest.mark.slow),
+        pytest.param("between", "ValueError", marks=pytest.mark.slow),
         ("after", "ValueError"),
     ],
 )
