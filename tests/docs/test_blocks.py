@@ -24,10 +24,14 @@ LONG = {
     # runs to a solution, of what other tests run for a few steps
     "docs/constraints.md",
     "docs/few-shot.md",
+    "docs/fixed-points.md",
     "docs/flat-valley.md",
+    "docs/hyperparameters.md",
     "docs/large-models.md",
     "docs/layers.md",
+    "docs/start/language-model.md",
     "docs/stopping.md",
+    "docs/sweeps.md",
     *(page for page in WITH_CODE if page.startswith("docs/coming-from/")),
 }
 WITH_COMMANDS = [

@@ -173,7 +173,10 @@ class WithLoss(WithLabels):
         return cross_entropy(self.inner(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("kind", [WithLabels, WithLogits, WithLoss])
+@pytest.mark.parametrize(
+    "kind",
+    [WithLabels, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (WithLogits, WithLoss))],
+)
 def test_models_of_every_kind_find_the_same(kind: type[WithLabels]) -> None:
     plain = Bigrams()
     model = kind()

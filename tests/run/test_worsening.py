@@ -15,6 +15,7 @@ from bilevel import F2SA, Outcome
 from bilevel.errors import WorsenedWarning
 from bilevel.problems import Quadratic
 from bilevel.run.worsening import worsening
+from tests.marks import slow_except
 
 QUADRATIC = Quadratic(seed=0)
 RANDOM = np.random.default_rng(0)
@@ -108,7 +109,7 @@ NOISES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=list(NOISES))
-@pytest.mark.parametrize("rows", [20, 100, 1000])
+@pytest.mark.parametrize("rows", slow_except(["20"], [20, 100, 1000]))
 def test_chance_is_seldom_called_a_rise(noise: Callable[..., Any], rows: int) -> None:
     generator, runs = np.random.default_rng(rows), 1000
     found = sum(worsening(history(noise(generator, rows))) is not None for _ in range(runs))

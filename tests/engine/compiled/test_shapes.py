@@ -314,12 +314,11 @@ def tensors(tree: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
-# One of each way in which a shape could matter to what is traced: trees, buffers, writes in place,
-# several types, parameters that are tied, values that a function closes over.
+# One of each way in which a shape could matter to what is traced: trees, buffers, several
+# types, parameters that are tied, values that a function closes over.
 QUICK = [
     "nested_trees",
     "integer_buffers",
-    "in_place_on_fresh_tensors",
     "mixed_types",
     "tied_weights",
     "closures_and_defaults",
