@@ -10,6 +10,7 @@ import pytest
 from tests.engine.ranks.ranks import Ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup`` one worker runs all of these, and so starts the ranks once."""
     for item in items:
