@@ -30,10 +30,10 @@ types: $(INSTALLED)
 
 # A few minutes: everything is touched, but nothing that is marked slow is run.
 quick: $(INSTALLED)
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 whole: $(INSTALLED)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 # The recipes for Accelerate, transformers and Lightning; these are large, and not part of the tests.
 recipes: $(INSTALLED)

@@ -53,6 +53,7 @@ print("quiet")
 """
 
 
+@pytest.mark.slow
 def test_importing_opens_no_connection_and_starts_no_process() -> None:
     names = [name_of(path) for path in MODULES if path.name != "__main__.py"]
     # What the dependencies themselves do at import is not tested here.

@@ -66,13 +66,15 @@ class _Task:
         generator = torch.Generator().manual_seed(0)
 
         def rows(count: int) -> tuple[Tensor, Tensor]:
-            features = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+            features = torch.randn(count, 3, generator=generator, dtype=torch.float64, device="cpu")
             features /= features.norm(dim=1, keepdim=True)
-            return features, torch.randn(count, generator=generator, dtype=torch.float64)
+            return features, torch.randn(
+                count, generator=generator, dtype=torch.float64, device="cpu"
+            )
 
         self.upper_data, self.lower_data = rows(30), rows(40)
-        self.x0 = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64)
-        self.y0 = torch.tensor([0.5, 0.1, -0.4], dtype=torch.float64)
+        self.x0 = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64, device="cpu")
+        self.y0 = torch.tensor([0.5, 0.1, -0.4], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
@@ -260,7 +262,7 @@ def _uses_derivatives_of_its_order(method: Method[Any]) -> None:
     problem = Problem(
         lambda x, y, batch: half_square(y - 1).sum(), lambda x, y, batch: half_square(y - x).sum()
     )
-    start = torch.zeros(3, dtype=torch.float64)
+    start = torch.zeros(3, dtype=torch.float64, device="cpu")
     solver = Solver(problem, start, start, method=method)
     refusal = None
     try:

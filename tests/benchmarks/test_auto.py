@@ -213,6 +213,7 @@ def test_a_rise_without_a_word_is_silent(monkeypatch: pytest.MonkeyPatch) -> Non
         assert made.ending == alone
 
 
+@pytest.mark.slow
 def test_the_command_prints_draws_and_writes_what_need_not_be_searched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_the_seed_is_of_the_quadratic() -> None:
     assert steps[0] == steps[1] != steps[2]
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_the_package_is_the_command() -> None:
     command = [sys.executable, "-m", "benchmarks", "methods", "--repeats", "0"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

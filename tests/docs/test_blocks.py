@@ -17,8 +17,23 @@ from tests.docs.pages import TEXTS, blocks, name_of
 from tests.marks import slow_except
 
 WITH_CODE = [name_of(path) for path in TEXTS if blocks(path)]
-# These run the contract of methods, which tests/methods does for every method.
-LONG = {"docs/api/testing.md", "docs/write-a-method.md"}
+LONG = {
+    # the contract of methods, which tests/methods holds every method to
+    "docs/api/testing.md",
+    "docs/write-a-method.md",
+    # runs to a solution, of what other tests run for a few steps
+    "docs/constraints.md",
+    "docs/few-shot.md",
+    "docs/fixed-points.md",
+    "docs/flat-valley.md",
+    "docs/hyperparameters.md",
+    "docs/large-models.md",
+    "docs/layers.md",
+    "docs/start/language-model.md",
+    "docs/stopping.md",
+    "docs/sweeps.md",
+    *(page for page in WITH_CODE if page.startswith("docs/coming-from/")),
+}
 WITH_COMMANDS = [
     name_of(path) for path in TEXTS if any("$ bilevel " in b for b in blocks(path, "console"))
 ]

@@ -21,6 +21,7 @@ from bilevel.methods.f2ba import Nesterov
 from bilevel.problems import Quadratic
 from bilevel.stepping.schedules import Power
 from bilevel.testing import CHECKS
+from tests.marks import slow_except
 
 CASES = [*methods.CASES, Case("no-bilevel", {"lower_lr": 0.5}, steps=10)]
 BY_NAME = {case.name: case for case in CASES}
@@ -113,6 +114,9 @@ VARIANTS = [
     Case("no-bilevel", {"lower_optimizer": _OPTIMIZERS["lower_optimizer"]}, 10, "optimizers"),
 ]
 
+_ONE_OF_EACH = [*map(str, CASES), "f2sa central", "f2sa independent", "f2sa auto"]
+"""Of every method its first settings, and the ways of F2SA that are code of their own."""
+
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 variants = pytest.mark.parametrize("case", VARIANTS, ids=str)
 REFERENCE = "equals its reference"
@@ -148,12 +152,8 @@ def test_keeps_the_contract(case: Case, check: str) -> None:
     CHECKS[check](_short(case))
 
 
-_LONG = ("bome", "meha", "vpbgd")  # thousands of steps
-FINDS = [
-    pytest.param(case, marks=pytest.mark.slow) if case.name in _LONG else case
-    for case in CASES
-    if case.name != "no-bilevel"
-]
+_QUICK = ("f2sa", "f3sa", "soba", "aid")  # one of each kind
+FINDS = slow_except(_QUICK, [case for case in CASES if case.name != "no-bilevel"])
 
 
 @pytest.mark.parametrize("case", FINDS, ids=str)
@@ -230,13 +230,7 @@ NOISY = [
 ]
 
 
-_QUICK = ("f2sa", "f3sa", "soba", "aid")  # one of each kind
-NOISES = [
-    case if str(case) in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in NOISY
-]
-
-
-@pytest.mark.parametrize("case", NOISES, ids=str)
+@pytest.mark.parametrize("case", slow_except(_QUICK, NOISY), ids=str)
 def test_finds_the_optimum_through_noise_in_both_levels(case: Noisy) -> None:
     # four runs side by side, each with its own noise (in BOME they have one multiplier)
     problem = Quadratic(condition=3.0, sigma_f=0.2, sigma_g=0.2, runs=(4,), seed=0)
@@ -278,7 +272,7 @@ DIRECTIONS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIRECTIONS)
+@pytest.mark.parametrize("name", slow_except(_QUICK, DIRECTIONS))
 def test_with_the_lower_level_solved_the_direction_is_the_hypergradient(name: str) -> None:
     settings, tolerance = DIRECTIONS[name]
     recorders: list[_Recording] = []
@@ -298,10 +292,7 @@ def test_with_the_lower_level_solved_the_direction_is_the_hypergradient(name: st
     assert (found - exact).norm() <= tolerance * exact.norm()
 
 
-TABLES = [case for case in VARIANTS if case.label not in ("auto", "optimizers")]
-
-
-@pytest.mark.parametrize("case", TABLES, ids=str)
+@pytest.mark.parametrize("case", slow_except(_ONE_OF_EACH, EXACT), ids=str)
 def test_a_table_gives_the_iterates_of_a_tensor(case: Case) -> None:
     problem = Quadratic(dim_x=5, dim_y=5, sigma_f=0.1, sigma_g=0.1, seed=0)
 
@@ -330,7 +321,7 @@ def test_a_table_gives_the_iterates_of_a_tensor(case: Case) -> None:
     torch.testing.assert_close(table.y.values, plain.y, rtol=1e-9, atol=1e-12)
 
 
-@cases
+@pytest.mark.parametrize("case", slow_except(_QUICK, CASES), ids=str)
 def test_keeps_half_precision(case: Case) -> None:
     dtype = torch.bfloat16
     problem = bilevel.Problem(
@@ -360,7 +351,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-@variants
+@pytest.mark.parametrize("case", slow_except(_ONE_OF_EACH, VARIANTS), ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_keeps_the_device(case: Case, device: str) -> None:
     problem = Quadratic(sigma_f=0.1, sigma_g=0.1, device=device)

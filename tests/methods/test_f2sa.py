@@ -11,6 +11,7 @@ import bilevel
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.schedules import Constant, Power
 from bilevel.variables import sparse as rows
+from tests.marks import slow_except
 from tests.methods.common import Oracle, assert_equals_its_reference, counted_passes
 
 GAMMA, BETA = Power(0.4, 20, -0.3), Power(0.3, 20, -0.4)
@@ -363,7 +364,7 @@ def test_from_theory_runs_the_design(cls: Any) -> None:
         assert method.momentum == design.momentum
 
 
-@pytest.mark.parametrize("method", ["f2sa", "f3sa"])
+@pytest.mark.parametrize("method", slow_except(["f2sa"], ["f2sa", "f3sa"]))
 def test_fused_attention_which_has_no_second_derivative_is_no_obstacle(method: str) -> None:
     values = torch.randn(12, 1, 8, 4)
 

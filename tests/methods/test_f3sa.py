@@ -39,6 +39,7 @@ def test_without_noise_it_is_f2sa_with_one_inner_step(momentum: Any, recursion: 
     torch.testing.assert_close(solvers[0].y, solvers[1].y, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_combined_differs_from_separate_only_when_the_multiplier_grows() -> None:
     problem = Quadratic(sigma_f=0.3, sigma_g=0.3, seed=1)
     ends: dict[tuple[str, bool], Tensor] = {}

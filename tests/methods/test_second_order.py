@@ -252,7 +252,7 @@ def test_optimizers_and_sets(method: Any) -> None:
     boxed = bilevel.Problem(
         problem.upper, problem.lower, x_set=bilevel.sets.Box(-0.2, 0.2), y_set=bilevel.sets.Ball(3)
     )
-    result = bilevel.minimize(boxed, problem.x0, problem.y0, method=method, steps=30)
+    result = bilevel.minimize(boxed, problem.x0, problem.y0, method=method, steps=10)
     assert result.x.abs().max() <= 0.2
 
     given: dict[str, Any] = {"upper_optimizer": lambda p: torch.optim.SGD(p, lr=0.02)}
@@ -266,7 +266,7 @@ def test_optimizers_and_sets(method: Any) -> None:
             given[secondary] = 0.1
     ends = [
         bilevel.minimize(
-            problem, problem.x0, problem.y0, method=type(method)(**settings), steps=50
+            problem, problem.x0, problem.y0, method=type(method)(**settings), steps=10
         ).x
         for settings in (given, plain)
     ]

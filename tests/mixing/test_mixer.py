@@ -73,7 +73,7 @@ def mixer(model: nn.Module | None = None, **options: Any) -> bilevel.DataMixer:
     return bilevel.DataMixer(model=model or Bigrams(), **{**given, **options})
 
 
-@pytest.mark.parametrize("scheme", ["forward", "midpoint"])
+@pytest.mark.parametrize("scheme", ["forward", pytest.param("midpoint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [target_counts(), [20, 30, 10, 40]])
 def test_the_best_weights_are_found(scheme: Any, target: list[int]) -> None:
     best = best_weights(target)
@@ -173,7 +173,10 @@ class WithLoss(WithLabels):
         return cross_entropy(self.inner(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("kind", [WithLabels, WithLogits, WithLoss])
+@pytest.mark.parametrize(
+    "kind",
+    [WithLabels, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (WithLogits, WithLoss))],
+)
 def test_models_of_every_kind_find_the_same(kind: type[WithLabels]) -> None:
     plain = Bigrams()
     model = kind()

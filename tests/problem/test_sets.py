@@ -284,6 +284,7 @@ def test_x_stays_inside_and_finds_the_constrained_optimum(
     np.testing.assert_allclose(result.x.numpy(), expected, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow  # in tests/methods/test_constrained.py sets of y are quick
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 def test_y_stays_inside_and_the_optimum_is_that_of_the_confined_lower_level(method: Any) -> None:
     known = bilevel.problems.Quadratic(A=torch.eye(5, dtype=torch.float64), rho=0.5, seed=3)

@@ -191,7 +191,13 @@ def squares(x: Tensor, y: Tensor, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("reaction", ["warn", "raise", "backtrack", None])
-@pytest.mark.parametrize("method", ["f2sa", F2SA(0.1, 0.01, inner_steps=2)], ids=["auto", "given"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("f2sa", marks=pytest.mark.slow, id="auto"),
+        pytest.param(F2SA(0.1, 0.01, inner_steps=2), id="given"),
+    ],
+)
 def test_a_lower_level_without_a_minimum(
     method: Any, reaction: Any, recwarn: pytest.WarningsRecorder
 ) -> None:

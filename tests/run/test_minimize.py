@@ -401,7 +401,7 @@ def test_the_random_iterate_is_uniform_over_the_steps_taken_when_stopped() -> No
             quadratic(dim_x=1, dim_y=1), method=bilevel.F2SA(inner_steps=1), steps=100, seed=seed,
             select="random", callback=lambda solver, info: solver.k == 3,
         ).selected_step
-        for seed in range(60)
+        for seed in range(20)
     }  # fmt: skip
     assert chosen == {0, 1, 2}
 
@@ -588,12 +588,12 @@ def test_a_history_takes_no_more_room_than_the_steps_taken() -> None:
 
 def test_a_history_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = bilevel.problems.Quadratic(seed=0)
-    whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=12)
     monkeypatch.setattr("bilevel.run.history._FIRST_ROWS", 2)
-    grown = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
+    grown = bilevel.minimize(problem, problem.x0, problem.y0, steps=12)
     many = bilevel.minimize_many(
-        problem, problem.x0, problem.y0, methods=bilevel.F2SA(0.1, 0.1), steps=50, seeds=2
+        problem, problem.x0, problem.y0, methods=bilevel.F2SA(0.1, 0.1), steps=12, seeds=2
     )
     for name in set(whole.history) - {"seconds"}:
         np.testing.assert_array_equal(grown.history[name], whole.history[name])
-        assert len(many[1].history[name]) == 50
+        assert len(many[1].history[name]) == 12

@@ -28,7 +28,13 @@ def given(scale: float) -> bilevel.F2SA:
     return bilevel.F2SA(0.5 / scale, 0.5)
 
 
-@pytest.mark.parametrize("method", [given(1e6), "f2sa", "f3sa"], ids=["given", "f2sa", "f3sa"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(given(1e6), id="given"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("f2sa", "f3sa")),
+    ],
+)
 def test_a_lower_level_in_large_units_stalls_with_a_word(method: Any) -> None:
     with pytest.warns(PrecisionWarning, match=r"curvature, which is about 1e\+06") as caught:
         result = run(1e6, method)
@@ -39,7 +45,7 @@ def test_a_lower_level_in_large_units_stalls_with_a_word(method: Any) -> None:
 @pytest.mark.parametrize(
     ("scale", "dtype"), [(1.0, torch.float32), (1e3, torch.float32), (1e6, torch.float64)]
 )
-@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("auto", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_converges_is_quiet(scale: float, dtype: torch.dtype, auto: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

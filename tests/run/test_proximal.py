@@ -72,6 +72,7 @@ def test_the_direction_is_the_derivative_of_the_lasso(name: str) -> None:
     torch.testing.assert_close(info.lower, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["given", "auto"])
 def test_the_strength_of_a_lasso_is_found(method: str) -> None:
     """Ten noisy rows for eight features: neither no term nor a strong one is best."""

@@ -15,6 +15,7 @@ from bilevel import F2SA, Outcome
 from bilevel.errors import WorsenedWarning
 from bilevel.problems import Quadratic
 from bilevel.run.worsening import worsening
+from tests.marks import slow_except
 
 QUADRATIC = Quadratic(seed=0)
 RANDOM = np.random.default_rng(0)
@@ -115,7 +116,7 @@ NOISES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=list(NOISES))
-@pytest.mark.parametrize("rows", [20, 100, 1000])
+@pytest.mark.parametrize("rows", slow_except(["20"], [20, 100, 1000]))
 def test_chance_is_seldom_called_a_rise(noise: Callable[..., Any], rows: int) -> None:
     generator, runs = np.random.default_rng(rows), 1000
     found = sum(worsening(history(noise(generator, rows))) is not None for _ in range(runs))
@@ -168,6 +169,7 @@ def test_the_best_is_returned_without_a_word() -> None:
     assert result.selected_step < 5
 
 
+@pytest.mark.slow
 def test_a_rise_after_a_fall_is_told() -> None:
     method = F2SA(1.0, lambda k: 0.1 if k < 30 else 0.51, 1e6)
     with pytest.warns(WorsenedWarning, match="above"):
@@ -175,6 +177,7 @@ def test_a_rise_after_a_fall_is_told() -> None:
     assert result.outcome is Outcome.WORSENED
 
 
+@pytest.mark.slow
 def test_runs_that_fall_or_fluctuate_are_not_told_anything() -> None:
     noisy = Quadratic(condition=3.0, sigma_f=0.5, sigma_g=0.5, seed=0)
     data = {"upper_data": noisy.upper_noise, "lower_data": noisy.lower_noise}

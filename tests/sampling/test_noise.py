@@ -76,6 +76,7 @@ def test_the_noise_of_the_direction_is_what_the_samples_say(
     )
 
 
+@pytest.mark.slow
 def test_shared_noise_stays_and_independent_noise_grows_with_the_square() -> None:
     shared = [measured_noise(lam, shared=True) for lam in MULTIPLIERS]
     independent = [measured_noise(lam, shared=False) for lam in MULTIPLIERS]

@@ -346,6 +346,8 @@ def test_an_iterable_without_batches_is_named() -> None:
         ({}, {}, ArgumentError, r"lower_data"),
         ([], {}, ArgumentError, r"lower_data"),
         (torch.tensor(1.0), {}, ArgumentError, "lower_data"),
+        (rows().to_sparse(), {}, ArgumentTypeError, "lower_data"),
+        (rows().to("meta"), {"batch_size": 2}, ArgumentError, "lower_data"),
         ((rows(), 3), {}, ArgumentTypeError, r"lower_data\[1\]"),
         ({"a": {"b": rows()}}, {}, ArgumentTypeError, r"lower_data\['a'\]"),
         ((rows(), rows()[:3]), {}, ArgumentError, r"len\(lower_data\[1\]\) = 3"),

@@ -20,6 +20,7 @@ from bilevel.errors import (
     RowError,
 )
 from bilevel.problem import Ball, Box, Rows, Simplex
+from tests.marks import slow_except
 from tests.variables.tables import (
     DENSE,
     LOWER_DATA,
@@ -197,7 +198,7 @@ def test_iterates_are_those_of_a_tensor(name: str, options: dict[str, Any]) -> N
         assert table.x.values.abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("method", ["f2sa", "f3sa", "meha", "soba"])
+@pytest.mark.parametrize("method", slow_except(["f2sa", "soba"], ["f2sa", "f3sa", "meha", "soba"]))
 @pytest.mark.parametrize(
     "options",
     [{"batch_size": None}, {"direction_batch_size": "all", "chunk_size": 7}],

@@ -127,7 +127,7 @@ class FiniteCheck:
     def post(self) -> None:
         """Start to copy the answer from the device, so that :meth:`read` waits for nothing else."""
         if self._fine is not None and self._fine.is_cuda:
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
             answer.copy_(self._fine, non_blocking=True)
             there = torch.cuda.Event()  # type: ignore[no-untyped-call]
             there.record()

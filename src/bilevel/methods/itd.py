@@ -76,7 +76,7 @@ class ITD(DescentMethod[OneCopyState]):
         >>> from bilevel.methods.itd import ITD
         >>> problem = bilevel.problems.Quadratic(seed=0)
         >>> method = ITD(lower_lr=1.0, upper_lr=1.0, inner_steps=60)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=30)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=20)
         >>> bool(problem.gradient(result.x).norm() < 0.01 * problem.gradient(problem.x0).norm())
         True
 

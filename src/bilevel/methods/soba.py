@@ -92,7 +92,7 @@ class SOBA(DescentMethod[SOBAState]):
         >>> from bilevel.methods.soba import SOBA
         >>> problem = bilevel.problems.Quadratic(seed=0)
         >>> method = SOBA(lower_lr=1.0, upper_lr=0.1)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=150)
         >>> bool(problem.gradient(result.x).norm() < 0.01 * problem.gradient(problem.x0).norm())
         True
 
@@ -186,7 +186,7 @@ class MASOBA(SOBA):
         >>> from bilevel.methods.soba import MASOBA
         >>> problem = bilevel.problems.Quadratic(sigma_f=0.1, sigma_g=0.1, seed=0)
         >>> method = MASOBA(lower_lr=0.3, upper_lr=0.05, averaging=0.1)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=800,
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, method=method, steps=300,
         ...     upper_data=problem.upper_noise, lower_data=problem.lower_noise)
         >>> bool(problem.gradient(result.x).norm() < 0.2 * problem.gradient(problem.x0).norm())
         True

@@ -52,7 +52,7 @@ class Problem:
         ...     upper=lambda x, y, batch: 0.5 * ((y - 1) ** 2).sum(),
         ...     lower=lambda x, y, batch: 0.5 * ((y - x) ** 2).sum(),
         ... )
-        >>> result = bilevel.minimize(problem, torch.zeros(2), torch.zeros(2), steps=300)
+        >>> result = bilevel.minimize(problem, torch.zeros(2), torch.zeros(2), steps=30)
         >>> bool((result.x - 1).abs().max() < 1e-3)
         True
     """

@@ -202,7 +202,7 @@ class HyperCleaning(KnownProblem):
         first, second = order[:train], order[train : train + trusted]
         true_labels = digits.train_labels[first]
         chosen = generator.choice(train, round(corruption * train), replace=False)
-        shift = torch.zeros(train, dtype=torch.int64)
+        shift = torch.zeros(train, dtype=torch.int64, device="cpu")
         shift[torch.from_numpy(chosen)] = torch.from_numpy(generator.integers(1, 10, len(chosen)))
         return cls(
             digits.train_images[first].to(dtype) / 255,

@@ -59,17 +59,18 @@ class WeightedLogistic(KnownProblem):
         check_seed("seed", seed)
         check_dtype("dtype", dtype)
         super().__init__(self._upper, self._lower)
-        generator = torch.Generator().manual_seed(seed)
-        rule = torch.randn(dim, generator=generator, dtype=torch.float64)
-        features = torch.randn(train + trusted, dim, generator=generator, dtype=torch.float64)
-        labels = torch.where(features @ rule > 0, 1.0, -1.0).to(torch.float64)
-        self.flipped = torch.rand(train, generator=generator) < noise
-        noisy = torch.where(self.flipped, -labels[:train], labels[:train])
         self.ridge = ridge
-        self.lower_data = (features[:train].to(dtype), noisy.to(dtype), torch.arange(train))
-        self.upper_data = (features[train:].to(dtype), labels[train:].to(dtype))
-        self.x0 = torch.zeros(train, dtype=dtype)
-        self.y0 = torch.zeros(dim, dtype=dtype)
+        with torch.device("cpu"):  # as the generator, whatever torch's default device is
+            generator = torch.Generator().manual_seed(seed)
+            rule = torch.randn(dim, generator=generator, dtype=torch.float64)
+            features = torch.randn(train + trusted, dim, generator=generator, dtype=torch.float64)
+            labels = torch.where(features @ rule > 0, 1.0, -1.0).to(torch.float64)
+            self.flipped = torch.rand(train, generator=generator) < noise
+            noisy = torch.where(self.flipped, -labels[:train], labels[:train])
+            self.lower_data = (features[:train].to(dtype), noisy.to(dtype), torch.arange(train))
+            self.upper_data = (features[train:].to(dtype), labels[train:].to(dtype))
+            self.x0 = torch.zeros(train, dtype=dtype)
+            self.y0 = torch.zeros(dim, dtype=dtype)
 
     def _upper(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
         features, labels = self.upper_data if batch is None else batch
@@ -137,7 +138,7 @@ class WeightedLogistic(KnownProblem):
         gradient, hessian = _logistic_derivatives(
             features, labels, y, torch.sigmoid(x) / len(labels)
         )
-        identity = torch.eye(len(y), dtype=y.dtype)
+        identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
         return gradient + 2 * self.ridge * y, hessian + 2 * self.ridge * identity
 
     def _mixed_product(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:

@@ -84,13 +84,15 @@ class LeastSquares(KnownProblem):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)
 
         basis, _ = torch.linalg.qr(normal(dim_y, dim_y))
-        spectrum = torch.logspace(0, -1, dim_y, base=condition, dtype=torch.float64).flip(0)
+        spectrum = torch.logspace(
+            0, -1, dim_y, base=condition, dtype=torch.float64, device="cpu"
+        ).flip(0)
         self.A = placed((basis * spectrum) @ basis.T if A is None else A)
         random_b = normal(dim_y, dim_x)
         self.B = placed(random_b / torch.linalg.matrix_norm(random_b, 2) if B is None else B)

@@ -75,7 +75,7 @@ class FlatValley(KnownProblem):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)

@@ -225,7 +225,7 @@ def _keep_freed_memory(device: torch.device) -> None:
     does so for sizes up to the largest block that it has seen freed, so one is freed here.
     """
     if device.type == "cpu":
-        torch.empty(_KEPT, dtype=torch.uint8)
+        torch.empty(_KEPT, dtype=torch.uint8, device="cpu")
 
 
 def _median(info: Info) -> Info:

@@ -110,9 +110,9 @@ def minimize(
     Example:
         >>> import bilevel
         >>> problem = bilevel.problems.Quadratic(seed=0)
-        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=200)
+        >>> result = bilevel.minimize(problem, problem.x0, problem.y0, steps=50)
         >>> result.outcome.name, result.steps, result.history["upper"].shape
-        ('COMPLETED', 200, (200,))
+        ('COMPLETED', 50, (50,))
     """
     interrupts, saved = Interrupts(), None if checkpoint is None else checkpoint_of(checkpoint)
     options = Options(

@@ -112,6 +112,13 @@ def _tensors(name: str, data: Any) -> list[Tensor]:
             )
         if value.ndim == 0:
             raise ArgumentError(f"{path} is a scalar; its first dimension must count the samples")
+        if value.layout != torch.strided:
+            raise ArgumentTypeError(
+                f"{path} is of the layout {value.layout}, of which no rows can be drawn; convert "
+                "it with .to_dense(), or give a DataLoader or an iterable of batches"
+            )
+        if value.is_meta:
+            raise ArgumentError(f"{path} is on the meta device and has no values")
     lengths = {path: len(value) for path, value in named.items()}
     if len(set(lengths.values())) > 1:
         raise ArgumentError(

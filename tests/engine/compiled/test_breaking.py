@@ -32,6 +32,7 @@ from tests.engine.compiled.common import (
 from tests.errors.common import BREAKS, Switch, tensors_in
 
 
+@pytest.mark.slow
 @graphs
 def test_what_breaks_in_a_step_that_assumes_nothing_changed_is_reported_as_ever() -> None:
     data = ROWS.clone()
@@ -177,8 +178,8 @@ def test_a_step_that_is_not_waited_for_breaks_later_and_nothing_has_moved(
 
 
 @graphs
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mistaken", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("mistaken", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_terms_may_be_finite_where_their_sum_is_not(
     mistaken: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,7 @@ from tests.marks import slow_except
 
 @graphs
 @gathered
-@pytest.mark.parametrize(
-    "name", slow_except(["forward", "independent", "single pass", "central"], SCHEMES)
-)
+@pytest.mark.parametrize("name", slow_except(["independent", "central"], SCHEMES))
 def test_every_scheme_takes_the_same_steps(name: str) -> None:
     eager, compiled = (solver(SCHEMES[name], compile=c) for c in (False, True))
     assert_same((eager, compiled), 6)
@@ -58,7 +56,6 @@ COUPLED = [
     ("loaders", "independent"),
 ]
 QUICK = {
-    ("larger batches", "shared"),
     ("a loader beside rows", "shared"),
     ("a sweep in uneven parts", "independent"),
 }
@@ -111,6 +108,7 @@ def test_modules_trees_and_buffers(name: str) -> None:
     assert_modules_and_numbers_move(SCHEMES[name])
 
 
+@pytest.mark.slow
 @graphs
 def test_rates_and_multiplier_change_without_compiling_again() -> None:
     method = F2SA(
@@ -173,6 +171,7 @@ def test_steps_that_assume_nothing_changed_ask_once_what_the_objectives_use() ->
         assert_same((eager, compiled), 2)
 
 
+@pytest.mark.slow
 @graphs
 def test_data_that_require_gradients_are_only_read() -> None:
     rows = ROWS.clone().requires_grad_()
@@ -274,7 +273,7 @@ def test_the_settings_of_torch_are_as_before(threads: Callable[[int], None]) -> 
     [
         (0, True, 2, True),
         pytest.param(1 << 20, True, 2, False, marks=pytest.mark.slow),
-        (0, False, 2, False),
+        pytest.param(0, False, 2, False, marks=pytest.mark.slow),
         pytest.param(0, True, 1, False, marks=pytest.mark.slow),
     ],
     ids=["small evaluations", "few bytes", "evaluations by all threads", "one thread"],

@@ -19,6 +19,7 @@ from tests.engine.compiled.common import (
     evaluator,
     graphs,
 )
+from tests.marks import slow_except
 
 Build = Callable[[], tuple[Any, Any, Callable[..., Tensor]]]
 """x0, y0, and the predictions of (x, y, rows), of which f and g are mean squared errors."""
@@ -313,8 +314,19 @@ def tensors(tree: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
+# One of each way in which a shape could matter to what is traced: trees, buffers, several
+# types, parameters that are tied, values that a function closes over.
+QUICK = [
+    "nested_trees",
+    "integer_buffers",
+    "mixed_types",
+    "tied_weights",
+    "closures_and_defaults",
+]
+
+
 @graphs
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", slow_except(QUICK, SHAPES))
 def test_compiled_steps_are_those_of_eager_code(name: str) -> None:
     both = runs(SHAPES[name])
     tolerance = {"rtol": 1e-4, "atol": 1e-6} if name == "mixed_types" else {"rtol": 1e-9}
@@ -327,7 +339,7 @@ def test_compiled_steps_are_those_of_eager_code(name: str) -> None:
 
 @graphs
 @pytest.mark.filterwarnings("ignore::bilevel.errors.CompileWarning")
-@pytest.mark.parametrize("name", LOOKING_AT_DATA)
+@pytest.mark.parametrize("name", slow_except(["a_branch_on_a_batch"], LOOKING_AT_DATA))
 def test_what_looks_at_data_takes_the_same_steps(name: str) -> None:
     """Compiled for whatever the batch holds, or not at all; never for one batch alone."""
     assert_same(runs(LOOKING_AT_DATA[name]), 6, rtol=1e-9)

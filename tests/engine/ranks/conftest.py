@@ -1,12 +1,21 @@
-"""Two ranks for all tests of a worker: to start them takes longer than what they do."""
+"""Two ranks for all tests: to start them takes longer than what they do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.engine.ranks.ranks import Ranks
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` one worker runs all of these, and so starts the ranks once."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(scope="session")

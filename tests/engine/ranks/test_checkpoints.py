@@ -103,7 +103,7 @@ def _of_ranks(rank: int, ranks: int, folder: Path, steps: int, kind: str) -> Any
     return _full(folder, steps, kind, slice(share * rank, share * (rank + 1)))
 
 
-@pytest.mark.parametrize("kind", slow_except(["FSDP2"], START))
+@pytest.mark.parametrize("kind", slow_except(["plain tensors"], START))
 def test_between_one_rank_and_two(two: Ranks, kind: str, tmp_path: Path) -> None:
     alone = "plain tensors" if kind == "plain tensors" else "plain module"
     # whole epochs, because batches begin anew

@@ -249,6 +249,16 @@ def test_no_file_a_folder_and_a_model_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path / "model", "checksum")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders")
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """Root may rename a file to /dev/null, after which nobody has it any more."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="it is a pipe or a device"):
+        write(tmp_path / "pipe", {"a": 1})
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 class Malicious:
     """Unpickling it makes a file."""
 

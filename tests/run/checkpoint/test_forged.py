@@ -15,6 +15,7 @@ import bilevel
 from bilevel import Problem, Solver
 from bilevel.errors import BilevelError, CheckpointError, StateError
 from bilevel.run.checkpoint.file import read, write
+from tests.marks import slow_except
 
 Path = tuple[Any, ...]
 
@@ -106,7 +107,7 @@ def forgeries(
 
 
 @pytest.mark.filterwarnings("ignore::bilevel.errors.BilevelWarning")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_except(["auto", "optimizers", "a list of batches"], RUNS))
 def test_a_forged_state_is_refused_or_runs(name: str) -> None:
     def solver() -> Solver:
         return Solver(problem(), torch.zeros(3), torch.zeros(3), **RUNS[name])
@@ -146,7 +147,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::bilevel.errors.BilevelWarning")
-@pytest.mark.parametrize("select", ["last", "best", "random"])
+@pytest.mark.parametrize("select", slow_except(["best"], ["last", "best", "random"]))
 def test_a_forged_run_is_refused_or_runs(select: str, tmp_path: FilePath) -> None:
     def run(folder: FilePath, steps: int) -> bilevel.Result:
         return bilevel.minimize(

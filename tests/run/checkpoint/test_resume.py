@@ -27,6 +27,7 @@ from bilevel.stepping.schedules import Power
 from tests.engine.compiled.common import LOWER_DATA, SCHEMES, UPPER_DATA, graphs, graphs_only  # noqa: F401
 from tests.engine.compiled.common import lower as weighted
 from tests.engine.compiled.common import upper as trusted
+from tests.marks import slow_except
 from tests.methods.test_contract import VARIANTS, Case, variants
 
 
@@ -61,7 +62,7 @@ def quadratic(method: Any, **more: Any) -> dict[str, Any]:
     return {"problem": problem, "x0": problem.x0, "y0": problem.y0, "method": method} | data | more
 
 
-@pytest.mark.slow  # each method is in the next test as well
+@pytest.mark.slow
 @variants
 def test_every_method_goes_on_bit_for_bit(case: Case, tmp_path: Path) -> None:
     options = quadratic(case.method())
@@ -73,7 +74,10 @@ def test_all_methods_are_among_them() -> None:
     assert {case.name for case in VARIANTS} == set(bilevel.METHODS)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name != "compiled"])
+QUICK = ["f2sa", "f3sa", "soba", *(name for name in TASKS if name not in bilevel.METHODS)]
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, [name for name in TASKS if name != "compiled"]))
 def test_every_kind_of_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     whole = bilevel.minimize(**TASKS[name](), steps=14)
     often = Checkpoint(tmp_path, every_steps=3)

@@ -242,9 +242,8 @@ class CompiledEvaluator(EagerEvaluator):
         upper_lr = plan.upper_lr if self._state.x_update.plain else 1.0
         lengths = [move.length for move in plan.descent.moves]
         on_gpu = self._state.x.device.type == "cuda"
-        told = torch.tensor(
-            [plan.multiplier, upper_lr, *lengths], dtype=torch.float64, pin_memory=on_gpu
-        )
+        numbers = [plan.multiplier, upper_lr, *lengths]
+        told = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu, device="cpu")
         self._pieces.dials.copy_(told, non_blocking=True)
         self._dialled = sizes
 

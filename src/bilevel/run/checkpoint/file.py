@@ -114,6 +114,11 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` once it is whole and on the disk."""
     if not path.name:
         raise OutputError(f"the checkpoint {str(path)!r} could not be written: it is a folder")
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        # To rename a file to /dev/null, which root may, would take /dev/null from everybody.
+        raise OutputError(
+            f"the checkpoint {str(path)!r} could not be written: it is a pipe or a device"
+        )
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         with open(part, "xb") as file:

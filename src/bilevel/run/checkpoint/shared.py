@@ -119,7 +119,7 @@ def read_any(path: Path, ranks: Ranks | None) -> dict[str, Any]:
             reader = Reader(path, index["index"])
             divided = set(index["divided"]) if ranks is not None else set()
             empty = {
-                name: None if name in divided else torch.empty(shape, dtype=dtype)
+                name: None if name in divided else torch.empty(shape, dtype=dtype, device="cpu")
                 for name, (shape, dtype) in reader.tensors.items()
             }
             return reader, json.loads(index["content"]), empty
