@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bilevel.cleaning.noise import Array, NoiseModel, fit_noise, separated
+from bilevel.cleaning.noise import Array, fit_noise
 
 ODDS = 3.0
 """How much more probable than the given label a suggestion must be, as probabilities are off."""
@@ -36,12 +36,10 @@ class Evidence:
     Attributes:
         p: the probability of each class.
         frequency: the probability of each label.
-        logits: of the model that was fitted to the labels as they were given.
     """
 
     p: Array
     frequency: Array
-    logits: Array
 
 
 def with_trusted(
@@ -66,10 +64,14 @@ def with_trusted(
     return np.where(better, best, given)
 
 
-def without_trusted(evidence: Evidence, given: Array) -> Array:
-    """The labels that are better by what the given ones show by themselves."""
-    T, p = separated(evidence.logits, given)
-    posterior = NoiseModel(T, 0.0).posterior(p, evidence.frequency, given[:, None])
+def without_trusted(p: Array, posterior: Array, given: Array) -> Array:
+    """The labels that are better by what the given ones show by themselves.
+
+    Args:
+        p: the probability of each class.
+        posterior: the same, given the label.
+        given: the label of each sample.
+    """
     best = posterior.argmax(1)
     wrong = 1 - float(posterior[np.arange(len(given)), given].mean())
     if wrong < HARDLY_ANY or float(p.max(1).mean()) < _SURE:
