@@ -13,7 +13,11 @@ import numpy as np
 from bilevel.cleaning.noise import Array, fit_noise
 
 ODDS = 3.0
-"""How much more probable than the given label a suggestion must be, as probabilities are off."""
+"""How much more probable than the given label a suggestion must be, as probabilities are off.
+
+Where more labels are right than wrong, it is as many times more: a model that errs then errs on
+right labels, mostly.
+"""
 _EXCESS = 4.0
 """How much more often a label must be given than it is right, among samples like this one.
 
@@ -56,10 +60,12 @@ def with_trusted(
     """
     p, frequency, rows = evidence.p, evidence.frequency, np.arange(len(given))
     best = posterior.argmax(1)
-    better = _odds(posterior, best, given) > ODDS
+    wrong = 1 - float(posterior[rows, given].mean())
+    odds = ODDS * max((1 - wrong) / max(wrong, 1e-9), 1.0)
+    better = _odds(posterior, best, given) > odds
     if not measured:
         by_class = fit_noise(p, frequency, votes, by_class=True).posterior(p, frequency, votes)
-        better &= _odds(by_class, best, given) > ODDS
+        better &= _odds(by_class, best, given) > odds
         better &= frequency[rows, given] > _EXCESS * p[rows, given]
     return np.where(better, best, given)
 
