@@ -30,7 +30,7 @@ Array: TypeAlias = npt.NDArray[Any]
 MISSING = -1
 """The code of a label that an annotator did not give."""
 
-_LEAST_PART = 1 / 3  # of the wrong labels; no noise is known to depend on the class alone
+_LEAST_PART = 1 / 2  # of the wrong labels follow the features; with fewer, qualities are too high
 _ITERATIONS = 100
 _TOLERANCE = 1e-3
 _MOST_SAMPLES = 5_000
