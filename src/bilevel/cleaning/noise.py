@@ -30,12 +30,12 @@ Array: TypeAlias = npt.NDArray[Any]
 MISSING = -1
 """The code of a label that an annotator did not give."""
 
-_LEAST_PART = 1 / 3  # of the wrong labels; no noise is known to depend on the class alone
+_LEAST_PART = 1 / 2  # of the wrong labels follow the features; with fewer, qualities are too high
 _ITERATIONS = 100
 _TOLERANCE = 1e-3
 _MOST_SAMPLES = 5_000
 _PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
-_PRECISION = 5.0
+PRECISION = 5.0
 """Of the prior of a pool: as much as 20 labelled samples say, each at most 1/4 about a logit."""
 UNIDENTIFIED = 0.2
 """By how much s may be wrong, because the labels alone do not tell it."""
@@ -111,9 +111,9 @@ def fit_pool(models: list[Array], labels: Array) -> Pool:
         a, c = flat[: len(models)], flat[len(models) :]
         log_p = log_softmax(np.tensordot(a, Z, 1) + c, 1)
         slope = np.exp(log_p) - onehot
-        prior = 0.5 * _PRECISION * float(((a - equal) ** 2).sum() + (c**2).sum())
-        by_a = (Z * slope).sum((1, 2)) + _PRECISION * (a - equal)
-        gradient = np.concatenate([by_a, (slope.sum(0) + _PRECISION * c) * seen])
+        prior = 0.5 * PRECISION * float(((a - equal) ** 2).sum() + (c**2).sum())
+        by_a = (Z * slope).sum((1, 2)) + PRECISION * (a - equal)
+        gradient = np.concatenate([by_a, (slope.sum(0) + PRECISION * c) * seen])
         return (prior - float((log_p * onehot).sum())) / count, gradient / count
 
     start = np.concatenate([equal, np.zeros(classes)])
@@ -196,23 +196,8 @@ def fit_noise(
     return noise
 
 
-def anchored(b: Array) -> tuple[Array, Array]:
-    """T and p from b alone: what the samples are given that are most often given a label.
-
-    Without trusted samples, b is all that is known. Where it is surest of a label, the class is
-    taken to be that label, and what else is given there is noise: b = p T.
-    """
-    count, classes = b.shape
-    some = max(count * 3 // 100, min(count, 5))
-    T = np.stack([b[np.argsort(-b[:, k], kind="stable")[:some]].mean(0) for k in range(classes)])
-    T = T + np.eye(classes) * 1e-3
-    T /= T.sum(1, keepdims=True)
-    p = np.maximum(np.linalg.lstsq(T.T, b.T, rcond=None)[0].T, 1e-4)
-    return T, p / p.sum(1, keepdims=True)
-
-
-def separated(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """T and p from labels alone, with p = softmax(a z + c) of the logits z.
+def separated(logits: Array, labels: Array) -> tuple[Array, Pool]:
+    """T and p from labels alone, with p = softmax(a z + c) of the logits z, a pool of one model.
 
     The labels follow p T. Where classes overlap, labels become sure as fast as p does, and T is the
     identity; where labels are wrong, some disagree however far a sample is from other classes.
@@ -231,8 +216,8 @@ def separated(logits: Array, labels: Array) -> tuple[Array, Array]:
     def objective(v: Array, q: Array) -> tuple[float, Array]:
         log_p = log_softmax(v[0] * z + v[1:], 1)
         slope = np.exp(log_p) - q
-        loss = 0.5 * _PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
-        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + _PRECISION * v[1:]])
+        loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
+        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
         return loss / len(given), gradient / len(given)
 
     for _ in range(_ITERATIONS):
@@ -241,7 +226,7 @@ def separated(logits: Array, labels: Array) -> tuple[Array, Array]:
         for _ in range(3):  # T converges more slowly than the link, and costs less
             q = p * T.T[given]
             q /= q.sum(1, keepdims=True) + 1e-300
-            counts = q.T @ identity[given] + _PRECISION * identity
+            counts = q.T @ identity[given] + PRECISION * identity
             T = counts / counts.sum(1, keepdims=True)
         bounds = [(0, None)] + [(None, None)] * classes
         options = {"maxiter": 5}
@@ -250,7 +235,53 @@ def separated(logits: Array, labels: Array) -> tuple[Array, Array]:
         ).x
         if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
             break
-    return T, softmax(link[0] * sharpness * logits + link[1:], 1)
+    return T, Pool(link[:1] * sharpness, link[1:], float("nan"))
+
+
+def told_from_overlap(T: Array, p: Array) -> Array:
+    """T with only those confusions that the overlap of the classes does not explain as well.
+
+    Of the samples of class k, the share C(k, j) would have the label j if classes were drawn from
+    p, of which nobody knows how precise it is; half of that is taken from each confusion.
+    """
+    others = 1 - np.eye(len(T))
+    T = np.maximum(T - 0.5 * (p.T @ p) / p.sum(0)[:, None], 0) * others
+    result: Array = T + np.diag(1 - T.sum(1))
+    return result
+
+
+def log_odds_of_shares(
+    shares: tuple[float, ...], logits: Array, given: Array, trusted: Array, right: Array
+) -> float:
+    """The log of the odds that one of these shares of the given labels is wrong, and not none.
+
+    Classes follow p = softmax(a z + c) of the logits z. A wrong label is any other class, and all
+    shares are as probable. The link, a and c, is the most probable one for each of them.
+    """
+    classes = logits.shape[1]
+    z, labels = np.concatenate([logits, trusted]), np.concatenate([given, right])
+    rows, onehot = np.arange(len(z)), np.eye(classes)[labels]
+    z = fit_sharpness(z, labels)[0] * z
+    link = np.concatenate([[1.0], np.zeros(classes)])
+
+    def objective(v: Array, other: Array) -> tuple[float, Array]:
+        p = softmax(v[0] * z + v[1:], 1)
+        chosen = p[rows, labels]
+        likelihood = other + (1 - classes * other) * chosen + 1e-300
+        slope = ((1 - classes * other) * chosen / likelihood)[:, None] * (p - onehot)
+        loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float(np.log(likelihood).sum())
+        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
+        return loss, gradient
+
+    found = []
+    for share in (0.0, *shares):
+        # The probability of each of the other labels; the trusted ones are right.
+        other = np.where(rows < len(given), share / (classes - 1), 0.0)
+        bounds = [(0, None)] + [(None, None)] * classes
+        fitted = minimize(objective, link, (other,), "L-BFGS-B", jac=True, bounds=bounds)
+        link = fitted.x
+        found.append(-float(fitted.fun))
+    return float(np.logaddexp.reduce(found[1:]) - np.log(len(shares)) - found[0])
 
 
 def threshold(quality: Array) -> float:

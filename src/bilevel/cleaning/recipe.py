@@ -32,10 +32,11 @@ from bilevel.cleaning.noise import (
     Array,
     NoiseModel,
     Pool,
-    anchored,
     fit_noise,
     fit_pool,
     fit_sharpness,
+    separated,
+    told_from_overlap,
 )
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask, SearchSettings
@@ -112,7 +113,6 @@ def clean(
         checked = Evidence(
             pool.probabilities([fit.trusted for fit in pooled]),
             softmax(sharpness * noisy.trusted, 1),
-            noisy.trusted,
         )
     signs: Signs | None = None
     if task.verified:
@@ -123,7 +123,7 @@ def clean(
             fits.right,
             pool.loss,
         )
-    verdict = judge(Evidence(p, frequency, noisy.judged), checked, task, noise, signs)
+    verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
     # The cleaned model is fitted to all samples with the final verdicts.
     pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}
@@ -203,14 +203,20 @@ def _verified(
 def _unverified(
     fits: CrossFits, task: CleaningTask, noisy: CrossFit, frequency: Array
 ) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
-    """The fits without trusted samples: what is given most often is taken to be right."""
-    T, p = anchored(frequency)
-    noise = NoiseModel(T, 0.05)
+    """The fits without trusted samples: labels are wrong that disagree however sure p is."""
+    p, noise = _alone(noisy.judged, fits.given)
     quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
     kept = (quality >= 0.5).astype(float)
     cleaned = fits.together(CLEANED, [kept] * task.folds, None, noisy.ridge, noisy)
     sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
     return [cleaned], _single(sharpness, p.shape[1]), p, noise, {}
+
+
+def _alone(logits: Array, given: Array) -> tuple[Array, NoiseModel]:
+    """The classes and how labels come about, from the labels alone."""
+    T, link = separated(logits, given)
+    p = link.probabilities([logits])
+    return p, NoiseModel(told_from_overlap(T, p), 0.05)
 
 
 def _single(sharpness: float, classes: int) -> Pool:
@@ -256,14 +262,14 @@ def _from_predictions(task: CleaningTask) -> CleaningResult:
         p = pool.probabilities([judged])
         if task.old_labels is not None:
             seen = softmax(sharpness * trusted, 1)
-            checked = Evidence(pool.probabilities([trusted]), seen, trusted)
+            checked = Evidence(pool.probabilities([trusted]), seen)
         signs = signs_of_noise([judged], [trusted], given, right, pool.loss)
         compared = {POOLED: _compared(trusted, right)}
     else:
-        T, p = anchored(frequency)
-        noise, compared = NoiseModel(T, 0.05), {}
+        p, noise = _alone(judged, given)
+        compared = {}
         pool = _single(sharpness, p.shape[1])
-    verdict = judge(Evidence(p, frequency, judged), checked, task, noise, signs)
+    verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
     weights = verdict.quality[np.isin(task.judged.numpy(), task.train.numpy())]
     settings = {"labels by features": verdict.noise.share}
     return CleaningResult(

@@ -174,7 +174,7 @@ class SoftmaxRegression(Learner):
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        ftol = 1e-6 if len(kept) * self.width > _SMALL else 1e-12
+        ftol = 1e-6 if len(kept) * self.width > _SMALL else 1e-9
         options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         weight, bias = unpacked(found.x)

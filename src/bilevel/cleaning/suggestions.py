@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bilevel.cleaning.noise import Array, NoiseModel, fit_noise, separated
+from bilevel.cleaning.noise import Array, fit_noise
 
 ODDS = 3.0
-"""How much more probable than the given label a suggestion must be, as probabilities are off."""
+"""How much more probable than the given label a suggestion must be, as probabilities are off.
+
+Where more labels are right than wrong, it is as many times more: a model that errs then errs on
+right labels, mostly.
+"""
 _EXCESS = 4.0
 """How much more often a label must be given than it is right, among samples like this one.
 
@@ -36,12 +40,10 @@ class Evidence:
     Attributes:
         p: the probability of each class.
         frequency: the probability of each label.
-        logits: of the model that was fitted to the labels as they were given.
     """
 
     p: Array
     frequency: Array
-    logits: Array
 
 
 def with_trusted(
@@ -58,18 +60,24 @@ def with_trusted(
     """
     p, frequency, rows = evidence.p, evidence.frequency, np.arange(len(given))
     best = posterior.argmax(1)
-    better = _odds(posterior, best, given) > ODDS
+    wrong = 1 - float(posterior[rows, given].mean())
+    odds = ODDS * max((1 - wrong) / max(wrong, 1e-9), 1.0)
+    better = _odds(posterior, best, given) > odds
     if not measured:
         by_class = fit_noise(p, frequency, votes, by_class=True).posterior(p, frequency, votes)
-        better &= _odds(by_class, best, given) > ODDS
+        better &= _odds(by_class, best, given) > odds
         better &= frequency[rows, given] > _EXCESS * p[rows, given]
     return np.where(better, best, given)
 
 
-def without_trusted(evidence: Evidence, given: Array) -> Array:
-    """The labels that are better by what the given ones show by themselves."""
-    T, p = separated(evidence.logits, given)
-    posterior = NoiseModel(T, 0.0).posterior(p, evidence.frequency, given[:, None])
+def without_trusted(p: Array, posterior: Array, given: Array) -> Array:
+    """The labels that are better by what the given ones show by themselves.
+
+    Args:
+        p: the probability of each class.
+        posterior: the same, given the label.
+        given: the label of each sample.
+    """
     best = posterior.argmax(1)
     wrong = 1 - float(posterior[np.arange(len(given)), given].mean())
     if wrong < HARDLY_ANY or float(p.max(1).mean()) < _SURE:

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit, log_softmax
+from scipy.special import expit, softmax
 
 from bilevel.cleaning.noise import (
+    PRECISION,
     UNIDENTIFIED,
     Array,
     NoiseModel,
     fit_noise,
     fit_pool,
     fit_sharpness,
+    log_odds_of_shares,
     threshold,
 )
 from bilevel.cleaning.suggestions import (
     HARDLY_ANY,
-    ODDS,
     Evidence,
     with_trusted,
     without_trusted,
@@ -27,7 +28,11 @@ from bilevel.cleaning.suggestions import (
 from bilevel.cleaning.task import CleaningTask
 
 _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
-_TELLING = 100  # trusted samples; three standard errors of a share of 10% are then below 10%
+SURELY = 0.95  # the probability of an interval
+_LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
+_SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
+_EXPECTED = 8.0
+"""How much more often some labels of every class are wrong than none, where labels are cleaned."""
 CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
 _CONTRADICTION = 20.0  # nats; with a few trusted samples, 10 were gained by chance
 
@@ -63,11 +68,11 @@ class Signs:
     """Whether trusted samples are labelled otherwise than the judged ones are.
 
     Attributes:
-        expected: whether wrong labels are to be expected.
+        belief: the probability that labels are wrong at all.
         certain: whether it is certain enough to change labels by it.
     """
 
-    expected: bool
+    belief: float
     certain: bool
 
 
@@ -76,14 +81,18 @@ def signs_of_noise(
 ) -> Signs:
     """Compare the labels of trusted samples with those of the judged ones.
 
-    If no label is wrong, one pool predicts the labels of both, and a pool of their own gains little
-    for the trusted samples: by chance half a nat for each class, as each has a bias of its own, and
-    half a nat for the rest. The loss of one model is then the same on both, too; three standard
-    errors apart, it is not. Fewer than 100 trusted samples do not tell whether a tenth of the
-    labels is wrong; then it is assumed, unless models predict more than nine tenths of the labels.
+    A label that is improbable is not wrong for that: classes overlap. If no label is wrong, one
+    model predicts the labels of both sets. Two others stand against it:
 
-    It is certain if the given labels are clearly harder to predict than the trusted ones, as wrong
-    labels are unless they follow the features, or if the trusted ones contradict them by far.
+    - some labels of every class are wrong. Then no label is ever sure, however far a sample is from
+      other classes; where labels are as sure as the trusted ones, they tell against it;
+    - labels are wrong in a way that they do not show by themselves. Then a pool of their own
+      predicts the trusted samples better. What it gains by chance is taken off: a nat for each
+      number that these samples determine, rather than its prior.
+
+    It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
+    as wrong labels are unless they follow the features, or if the trusted ones contradict them by
+    far.
 
     Args:
         judged, trusted: the logits of models, none of which were fitted to these samples.
@@ -94,23 +103,28 @@ def signs_of_noise(
     judged, given = [z[::every] for z in judged], given[::every]
     models = [np.concatenate(pair) for pair in zip(judged, trusted, strict=True)]
     one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
-    chances = np.maximum(one[np.arange(len(right)), right], 1e-300)
-    gained = -np.log(chances).sum() - len(right) * loss
-    differ = float((judged[0].argmax(1) != given).mean())
+    gained = float(_losses(one, right).sum()) - len(right) * loss
+    shares = np.bincount(right, minlength=one.shape[1]) / len(right)
+    told = len(right) * shares * (1 - shares)
+    hidden = gained - len(trusted) - float((told / (told + PRECISION)).sum())
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
-        -log_softmax(sharpness * z, 1)[np.arange(len(labels)), labels]
+        _losses(softmax(sharpness * z, 1), labels)
         for z, labels in ((judged[0], given), (trusted[0], right))
     )
     spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
     harder = float(first.mean() - second.mean()) / max(spread, 1e-12)
-    expected = (
-        gained > 0.5 * one.shape[1] + 0.5
-        or (len(right) < _TELLING and differ > 0.1)
-        or abs(harder) > 3
-    )
-    certain = expected and (harder > CLEARLY or gained > _CONTRADICTION)
-    return Signs(bool(expected), bool(certain))
+    evidence = hidden
+    if hidden < _CONTRADICTION:
+        shown = log_odds_of_shares(_SHARES, judged[0], given, trusted[0], right)
+        evidence = float(np.logaddexp(hidden, np.log(_EXPECTED) + shown))
+    belief = float(expit(evidence))
+    return Signs(belief, belief > SURELY and (harder > CLEARLY or gained > _CONTRADICTION))
+
+
+def _losses(p: Array, labels: Array) -> Array:
+    lost: Array = -np.log(np.maximum(p[np.arange(len(labels)), labels], 1e-300))
+    return lost
 
 
 def judge(
@@ -140,9 +154,13 @@ def judge(
     fitted = noise is None
     noise = fit_noise(p, frequency, votes, known) if noise is None else noise
     posterior = noise.posterior(p, frequency, votes)
-    quality = posterior[rows, given]
     measured = old is not None and checked is not None
     certain = signs is not None and signs.certain
+    belief = 1.0 if measured or signs is None else signs.belief
+    whole = posterior
+    posterior = belief * posterior
+    posterior[rows, given] += 1 - belief
+    quality = posterior[rows, given]
     if old is not None and checked is not None:
         right = task.labels[task.trusted].numpy() == old
         certain = not right.all()
@@ -155,9 +173,9 @@ def judge(
     if certain:
         suggested = with_trusted(judged, posterior, given, votes, measured)
     elif not fitted:
-        suggested = without_trusted(judged, given)
+        suggested = without_trusted(p, posterior, given)
     wrong = float((1 - quality).mean())
-    low = high = wrong
+    low = high = wrong if measured else float(1 - whole[rows, given].mean())
     if fitted and not measured:
         for share in (noise.share - UNIDENTIFIED, noise.share + UNIDENTIFIED):
             other = NoiseModel(noise.transitions, float(np.clip(share, 0, 1)))
@@ -167,10 +185,10 @@ def judge(
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
     limit = threshold(quality)
-    if not fitted or wrong < HARDLY_ANY:  # what is rare or uncertain has to be probable, too
-        limit = min(limit, 0.5)
-    if signs is not None and not signs.expected and not measured:
-        low, limit = 0.0, min(limit, 1 / (1 + ODDS))
+    if not fitted or wrong < HARDLY_ANY or belief < _LIKELY:
+        limit = min(limit, 0.5)  # what is rare or uncertain has to be probable, too
+    if belief < SURELY:
+        low = 0.0
     return Verdict(
         quality=quality,
         posterior=posterior,

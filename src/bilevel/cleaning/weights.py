@@ -87,6 +87,7 @@ def learn_weights(
         **options,
         steps=steps,
         callback=selection,
+        select="best",  # the callback keeps its own; the last x would take another step to fit
         process_group=None,  # each rank of a process group may clean labels of its own
         checkpoint=None if saved is None else saved.run,
     )
