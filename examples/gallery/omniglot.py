@@ -108,9 +108,8 @@ def plain(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
 def pulled(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
     """The loss with a pull of y back to x."""
     start = x["head"] if isinstance(y, nn.Linear) else x
-    pairs = zip(start.parameters(), y.parameters(), strict=True)
-    distance: Tensor = sum(((b - a) ** 2).sum() for a, b in pairs)
-    return plain(x, y, batch) + PULL * distance
+    from_x, to_y = (nn.utils.parameters_to_vector(part.parameters()) for part in (start, y))
+    return plain(x, y, batch) + PULL * ((to_y - from_x) ** 2).sum()
 
 
 def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> None:
