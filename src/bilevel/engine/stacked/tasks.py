@@ -69,6 +69,16 @@ class TaskVariable(StackedVariable):
         return [t.expand_as(leaf) for t, leaf in zip(tensors, self.leaves, strict=True)]
 
 
+MOST_JOINED = 1 << 17
+"""As many numbers as the stacked batches may have on a CPU for two copies to be joined; with more
+it is not the number of operations that counts, and twice the activations leave its cache."""
+
+
+def _small(stacked: Sequence[Tensor]) -> bool:
+    on_cpu = any(tensor.device.type == "cpu" for tensor in stacked)
+    return not on_cpu or sum(tensor.numel() for tensor in stacked) <= MOST_JOINED
+
+
 class _Joined(torch.autograd.Function):
     """The leaves of two copies, one after the other along the tasks.
 
@@ -106,8 +116,9 @@ class TaskProblem(JoinsCopies):
         self, x: Variable, first: Variable, second: Variable, batch: TaskBatches
     ) -> tuple[Tensor, Tensor] | None:
         assert isinstance(first, TaskVariable)
-        if self._one_by_one or batch.stacked_twice is None:
+        if self._one_by_one or batch.stacked is None or not _small(batch.stacked):
             return None
+        assert batch.stacked_twice is not None
         leaves: Any = _Joined.apply(*first.value, *second.value)  # type: ignore[no-untyped-call]
         tensors = [*leaves, *batch.stacked_twice]
         try:
