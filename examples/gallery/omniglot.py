@@ -10,8 +10,8 @@ derivatives: of the last layer alone in ANIL, which makes the lower level convex
 in iMAML. All learn for the same time of one processor core. The baselines adapt untrained weights,
 and weights that were trained for that time to tell all known characters apart.
 
-In the first seconds MAML is ahead; ANIL by F2SA, whose steps cost less, catches up later. The steps of
-both levels are set, as those of MAML are.
+Step for step MAML learns most in the beginning; the steps of ANIL by F2SA cost about two thirds of
+its steps. The steps of both levels are set, as those of MAML are.
 
 .. gallery-result:: omniglot
 """
