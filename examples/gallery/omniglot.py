@@ -132,7 +132,7 @@ def run(x: Any, method: Any, tasks: Any, steps: int, seconds: float) -> Any:
         method=method,
         data=tasks,
         steps=steps,
-        record_every=max(steps // 10, 1),
+        record_every=min(steps, 10),  # the callback sees the steps that are recorded
         callback=lambda solver, info: time.process_time() > end,
     )
 
