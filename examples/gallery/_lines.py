@@ -53,7 +53,7 @@ def fingerprint(source: str) -> str:
         told = _docstring(node)
         if told is not None and isinstance(node, _WITH_DOCSTRING):
             node.body.remove(told)
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
 def read_code(path: Path) -> str:

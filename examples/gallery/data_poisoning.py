@@ -10,7 +10,7 @@ better for the attacker.
 
 Compared are random perturbations of the same length, none, and unrolling ten steps of training
 (ITD) as one does with higher or TorchOpt. The attack is that of Munoz-Gonzalez and others (2017).
-Within these 50 steps unrolling gets further in most seeds.
+Within these 50 steps unrolling gets as far.
 
 .. gallery-result:: data_poisoning
 """

@@ -13,8 +13,8 @@ Compared are a plain layer of the same size (a convolution with five entries and
 with 59 times as many parameters, and the same layer with 30 gradient steps unrolled, as higher and
 TorchOpt do it. The task is that of OptNet (Amos and Kolter 2017). JAXopt and TorchOpt have implicit
 layers too; that of an equilibrium model is :func:`bilevel.fixed_point` here. Where so few steps are
-enough and g has second derivatives, unrolling is about as good. The network with 353 parameters
-is better than both.
+enough and g has second derivatives, unrolling is as good. The network with 353 parameters is better
+than both, which have six.
 
 .. gallery-result:: implicit_layer
 """

@@ -9,8 +9,8 @@ has seen.
 
 Compared are least squares, the best lasso and the best elastic net of a grid, and the same two
 strengths by unrolling 100 steps (ITD), as libraries of differentiable optimizers do. JAXopt has
-the strength of a lasso among its examples. With two numbers to be found, a grid of 100 is as good;
-with one for each feature there is no grid.
+the strength of a lasso among its examples. Unrolling is as good here, and with two numbers to be
+found a grid of 100 nearly so; with one for each feature there is no grid.
 
 .. gallery-result:: lasso_strength
 """

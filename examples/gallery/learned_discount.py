@@ -7,8 +7,8 @@ worlds x holds the logit of a discount, y the policy, g its return in the estima
 discount, and f its return, with the discount that one really has, in a model estimated from as many
 other observations. Returns are exact: a linear system is solved, and autograd differentiates it.
 Compared are the discount that one really has, and the best of nine fixed ones, chosen for each
-world by the same f after nine trainings. For a single number that search is as good; it is not
-feasible for many. TorchOpt has the task as meta-gradient reinforcement learning.
+world by the same f after nine trainings. For a single number that search is a little better; it is
+not feasible for many. TorchOpt has the task as meta-gradient reinforcement learning.
 
 .. gallery-result:: learned_discount
 """

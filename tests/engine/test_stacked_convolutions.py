@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bilevel.engine.stacked.convolutions import SideBySide
+from bilevel.engine.stacked.layers import SideBySide
 
 TASKS, SAMPLES = 3, 2
 

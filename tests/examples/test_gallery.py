@@ -27,10 +27,10 @@ AHEAD = {
     "meta_weight_net_imbalance": ["uniform weights"],
     # 200 trusted digits of 8 x 8 pixels are enough to learn from; at full size they are not.
     "meta_weight_net_noise": ["uniform weights", "uniform weights, trusted digits too"],
-    "multiclass_svm": ["one strength, 1 / n"],
+    "multiclass_svm": ["one strength, 1 / n", "the best strength of a grid"],
     "omniglot": ["untrained weights, 5 shots"],
     "three_levels": ["the firm passes the tax on"],
-    "weight_decay": [],  # at this size all widths are of use, and one decay is as good
+    "weight_decay": [],
 }
 """The competitors that bilevel's way is ahead of, even at a small size."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bilevel.engine.execution import Execution
 from bilevel.engine.finite import FiniteCheck
+from bilevel.engine.joining import JoinsCopies
 from bilevel.engine.loss_scale import Scaling
 from bilevel.engine.report import Report, rested
 from bilevel.engine.restart import Restart
@@ -349,11 +350,21 @@ class EagerEvaluator(Evaluator):
 
         With ``rewind`` all of them draw the same at random.
         """
+        of_g = None if rewind is None else self._of_g_at_once(x, terms)
         for number, term in enumerate(terms):
             if number and rewind is not None:
                 rewind()
+            if of_g is not None and term.level is Level.LOWER:
+                yield next(of_g)
+                continue
             objective = self.f if term.level is Level.UPPER else self.g
             yield objective(x, term.y, term.batch)
+
+    def _of_g_at_once(self, x: Variable, terms: Sequence[Term]) -> Iterator[Tensor] | None:
+        if self._execution.accumulate or not isinstance(self.problem, JoinsCopies):
+            return None
+        told = any(name.startswith(Level.LOWER.value) for name in self.metric_names)
+        return None if told else self.problem.of_g(x, terms)
 
     def _add_direction(self, phi: Phi, parts: Iterable[list[Sample]]) -> None:
         """Leave grad_x Phi on x, added up over the parts of its samples."""

@@ -108,6 +108,11 @@ class TaskBatches:
         alike = all(_outline(batch) == _outline(self.batches[0]) for batch in self.batches)
         return [torch.stack(column) for column in columns] if alike else None
 
+    @cached_property
+    def stacked_twice(self) -> list[Tensor] | None:
+        """:attr:`stacked` for two copies of y, those of the second after those of the first."""
+        return None if self.stacked is None else [torch.cat([t, t]) for t in self.stacked]
+
     def with_tensors(self, tensors: Iterator[Tensor]) -> Any:
         """A batch in the structure of the first, made of these tensors."""
         return _rebuilt(self.batches[0], tensors)

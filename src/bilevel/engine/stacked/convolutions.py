@@ -16,28 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interpreter_stack
 
 FEW = 32
 """As many numbers as a pixel of the result may depend on for a convolution to be a product."""
 
 KEPT = 2
 """How many sets of patches are kept: a step sees the lower and the upper batch."""
-
-try:  # what torch.vmap makes of a tensor; seen in torch 2.11 and 2.13
-    from torch._C._functorch import (
-        _add_batch_dim,
-        get_unwrapped,
-        is_batchedtensor,
-        maybe_get_bdim,
-        maybe_get_level,
-    )
-    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-
-    _HAS_PARTS = True
-except ImportError:  # another version of torch, whose own rule is used
-    _HAS_PARTS = False
-
 
 POOLS = (functional.max_pool2d, torch.max_pool2d, functional.avg_pool2d)
 """What treats every channel alike."""
@@ -51,26 +37,13 @@ class Window(NamedTuple):
     dilation: Any = 1
 
 
-class SideBySide(TorchFunctionMode):
-    """Inside, convolutions of stacked images with stacked kernels are evaluated as above."""
+class Convolutions:
+    """``torch.conv2d`` of all tasks, with the patches of the first layers kept."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._patches: list[tuple[Tensor, Any, Tensor]] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        options = kwargs or {}
-        if func is torch.conv2d:
-            found = self._convolved(*args, **options)
-        elif func in POOLS and not options.get("return_indices"):
-            found = _pooled(func, *args, **options)
-        else:
-            found = None
-        return func(*args, **options) if found is None else found
-
-    def _convolved(
+    def __call__(
         self,
         input: Tensor,
         weight: Tensor,
@@ -81,21 +54,23 @@ class SideBySide(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor | None:
         """``torch.conv2d`` of all tasks; None: it is left to torch."""
-        tensors = [input, weight] if bias is None else [input, weight, bias]
-        inner = _stacks(*tensors)
-        if inner is None or groups != 1 or isinstance(padding, str) or input.ndim != 4:
+        found = behind(input, weight) if bias is None else behind(input, weight, bias)
+        if found is None or None in found.places or input.device.type != "cpu":
+            return None
+        if groups != 1 or isinstance(padding, str) or input.ndim != 4:
             return None
         window = Window(stride, padding, dilation)
-        places = [maybe_get_bdim(t) for t in tensors]
+        images, place = found.tensors[0], found.places[0]
+        assert place is not None
         with temporarily_pop_interpreter_stack():
-            kernels = inner[1].movedim(places[1], 0)
-            shift = None if bias is None else inner[2].movedim(places[2], 0)
-            if kernels[0, 0].numel() <= FEW and not inner[0].requires_grad:
-                rows, shape = self._rows(inner[0], places[0], kernels.shape[3:], window)
-                found = _product(rows, shape, kernels, shift)
+            kernels = found.stacked(1)
+            shift = None if bias is None else found.stacked(2)
+            if kernels[0, 0].numel() <= FEW and not images.requires_grad:
+                rows, shape = self._rows(images, place, kernels.shape[3:], window)
+                made = _product(rows, shape, kernels, shift)
             else:
-                found = _grouped(inner[0].movedim(places[0], 1), kernels, shift, window)
-        return _add_batch_dim(found, 1, maybe_get_level(input))
+                made = _grouped(found.stacked(0, 1), kernels, shift, window)
+        return found.shown(made, 1)
 
     def _rows(
         self, images: Tensor, place: int, size: torch.Size, window: Window
@@ -120,27 +95,16 @@ class SideBySide(TorchFunctionMode):
         return rows, (rows.shape[1] // (high * wide), high, wide)
 
 
-def _stacks(*tensors: Tensor) -> list[Tensor] | None:
-    """The tensors of all tasks behind those of one; None: there are none, or not on a CPU."""
-    if not _HAS_PARTS or not all(is_batchedtensor(t) and t.device.type == "cpu" for t in tensors):
-        return None
-    inner = [get_unwrapped(t) for t in tensors]
-    # where the user's objective calls vmap itself there is more than one level
-    return None if any(map(is_batchedtensor, inner)) else inner
-
-
-def _pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: Any) -> Any:
+def pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: Any) -> Any:
     """The pools of all tasks; None: they are left to torch."""
-    inner = _stacks(input)
-    if inner is None or input.ndim != 4:
+    found = behind(input)
+    if found is None or input.ndim != 4 or input.device.type != "cpu":
         return None
-    place = maybe_get_bdim(input)
     with temporarily_pop_interpreter_stack():
-        images = inner[0].movedim(place, 1)
+        images = found.stacked(0, 1)
         side_by_side = images.flatten(1, 2).contiguous(memory_format=torch.channels_last)
-        pooled = pool(side_by_side, *args, **options)
-        found = torch.unflatten(pooled, 1, (images.shape[1], -1))
-    return _add_batch_dim(found, 1, maybe_get_level(input))
+        made = torch.unflatten(pool(side_by_side, *args, **options), 1, (images.shape[1], -1))
+    return found.shown(made, 1)
 
 
 def _product(rows: Tensor, shape: tuple[int, ...], kernels: Tensor, shift: Tensor | None) -> Tensor:

@@ -2,21 +2,22 @@
 
 Objectives are the sums over the tasks, so that every copy moves as if it were alone; the evaluator
 divides the direction of x and what is reported by their number. One call of ``torch.vmap``
-evaluates all of them, convolutions as one (:mod:`bilevel.engine.stacked.convolutions`); what it
-cannot evaluate is taken task by task.
+evaluates all of them, their layers as one (:mod:`bilevel.engine.stacked.layers`), and g at both
+copies of F2SA; what it cannot evaluate is taken task by task.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel.engine.stacked.convolutions import SideBySide
+from bilevel.engine.joining import JoinsCopies
+from bilevel.engine.stacked.layers import SideBySide
 from bilevel.engine.stacked.stack import StackedVariable, each
 from bilevel.engine.stacked.streams import UnbatchableError
 from bilevel.errors import ArgumentError
@@ -68,7 +69,35 @@ class TaskVariable(StackedVariable):
         return [t.expand_as(leaf) for t, leaf in zip(tensors, self.leaves, strict=True)]
 
 
-class TaskProblem(Problem):
+MOST_JOINED = 1 << 17
+"""As many numbers as the stacked batches may have on a CPU for two copies to be joined; with more
+it is not the number of operations that counts, and twice the activations leave its cache."""
+
+
+def _small(stacked: Sequence[Tensor]) -> bool:
+    on_cpu = any(tensor.device.type == "cpu" for tensor in stacked)
+    return not on_cpu or sum(tensor.numel() for tensor in stacked) <= MOST_JOINED
+
+
+class _Joined(torch.autograd.Function):
+    """The leaves of two copies, one after the other along the tasks.
+
+    The gradients are handed back as parts of the joined ones, without a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        half = len(leaves) // 2
+        pairs = zip(leaves[:half], leaves[half:], strict=True)
+        return tuple(torch.cat(pair) for pair in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        parts = [grad.chunk(2) for grad in grads]
+        return (*(first for first, _ in parts), *(second for _, second in parts))
+
+
+class TaskProblem(JoinsCopies):
     """The sums of the objectives of one problem over the tasks of a step."""
 
     def __init__(self, problem: Problem) -> None:
@@ -82,6 +111,24 @@ class TaskProblem(Problem):
 
     def g(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
         return self._sum(self._problem.g, x, y, batch, metrics)
+
+    def g_at_both(
+        self, x: Variable, first: Variable, second: Variable, batch: TaskBatches
+    ) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(first, TaskVariable)
+        if self._one_by_one or batch.stacked is None or not _small(batch.stacked):
+            return None
+        assert batch.stacked_twice is not None
+        leaves: Any = _Joined.apply(*first.value, *second.value)  # type: ignore[no-untyped-call]
+        tensors = [*leaves, *batch.stacked_twice]
+        try:
+            with self._side_by_side:
+                values = _at_once(self._problem.g, x, first.template, tensors, batch, None)
+        except UnbatchableError as error:
+            self._give_up(error)
+            return None
+        of_first, of_second = torch.unflatten(values, 0, (2, -1)).sum(1).unbind()
+        return of_first, of_second
 
     def y_projections(self, y: Variable) -> list[Projection | None]:
         assert isinstance(y, TaskVariable)
@@ -100,13 +147,21 @@ class TaskProblem(Problem):
         if not self._one_by_one and batch.stacked is not None:
             try:
                 with self._side_by_side:
-                    return _at_once(objective, x, y, batch, metrics)
+                    tensors = [*y.value, *batch.stacked]
+                    total: Tensor = _at_once(
+                        objective, x, y.template, tensors, batch, metrics
+                    ).sum()
+                    return total
             except UnbatchableError as error:
-                self._one_by_one = True
-                logging.getLogger("bilevel").info(
-                    "the tasks of an episode are taken one after another: %s", error
-                )
+                self._give_up(error)
         return _one_by_one(objective, x, y, batch, metrics)
+
+    def _give_up(self, error: UnbatchableError) -> None:
+        """Take the tasks one after another from now on."""
+        self._one_by_one = True
+        logging.getLogger("bilevel").info(
+            "the tasks of an episode are taken one after another: %s", error
+        )
 
 
 def _for_each(project: Projection) -> Projection:
@@ -122,15 +177,14 @@ def _for_each(project: Projection) -> Projection:
 def _at_once(
     objective: Callable[..., Tensor],
     x: Variable,
-    y: TaskVariable,
+    template: Variable,
+    stacked: Sequence[Tensor],
     batch: TaskBatches,
     metrics: Metrics | None,
 ) -> Tensor:
-    """The sum over all tasks by one call of vmap."""
-    template, stacked = y.template, batch.stacked
+    """The values of all tasks by one call of vmap; ``stacked`` are the leaves and the batches."""
     told: list[str] = []
-    assert stacked is not None
-    count = len(y.leaves)
+    count = len(template.leaves)
 
     def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
         own: Metrics = {}
@@ -140,13 +194,13 @@ def _at_once(
         return value, *(torch.as_tensor(metric).to(value) for metric in own.values())
 
     before = [(id(buffer), buffer._version) for buffer in (*x.buffers, *template.buffers)]
-    value, *numbers = each(lambda: "an objective", of_one)(*y.value, *stacked)
+    value, *numbers = each(lambda: "an objective", of_one)(*stacked)
     if before != [(id(b), b._version) for b in (*x.buffers, *template.buffers)]:
         raise UnbatchableError("the objectives change the buffers of a module")
     if metrics is not None:
         metrics.update(zip(told, [number.detach().sum() for number in numbers], strict=True))
-    total: Tensor = value.sum()
-    return total
+    found: Tensor = value
+    return found
 
 
 def _one_by_one(

@@ -1,0 +1,118 @@
+"""The layers of several tasks, each as few operations on the tensors of all tasks.
+
+The rules of ``torch.vmap`` take some layers apart into many small operations, each with a dispatch
+of its own in the forward pass and again in the backward pass: a normalisation over the batch into
+one without weights, a product and a sum; a cross-entropy into a dozen. Together they cost more than
+the numbers themselves. Inside :class:`SideBySide` each is the operation that one task has, on all
+tasks; what is not known here is left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from bilevel.engine.stacked.convolutions import POOLS, Convolutions, pooled
+from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interpreter_stack
+
+
+class SideBySide(TorchFunctionMode):
+    """Inside, the layers of stacked tasks are evaluated as above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rules: dict[Any, Callable[..., Tensor | None]] = {
+            torch.conv2d: Convolutions(),
+            functional.batch_norm: _normalised,
+            functional.cross_entropy: _cross_entropy,
+            functional.linear: _linear,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is not None:
+            found = rule(*args, **options)
+        elif func in POOLS and not options.get("return_indices"):
+            found = pooled(func, *args, **options)
+        else:
+            found = None
+        return func(*args, **options) if found is None else found
+
+
+def _normalised(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Batch normalisation by the statistics of each task's own batch."""
+    if not training or running_mean is not None or weight is None or bias is None:
+        return None
+    found = behind(input, weight, bias)
+    if found is None or input.ndim < 2:
+        return None
+    with temporarily_pop_interpreter_stack():
+        channels = found.stacked(0, 1).flatten(1, 2)
+        if channels.ndim == 4 and channels.device.type == "cpu":
+            channels = channels.contiguous(memory_format=torch.channels_last)
+        scale, shift = found.stacked(1).flatten(), found.stacked(2).flatten()
+        made = functional.batch_norm(channels, None, None, scale, shift, True, momentum, eps)
+        made = torch.unflatten(made, 1, (found.tasks, -1))
+    return found.shown(made, 1)
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """The cross-entropy of scores (samples, classes) with numbers of classes."""
+    old = size_average is not None or reduce is not None
+    if weight is not None or label_smoothing or old or input.ndim != 2 or target.ndim != 1:
+        return None
+    found = behind(input, target)
+    if found is None or reduction not in ("mean", "sum"):
+        return None
+    with temporarily_pop_interpreter_stack():
+        classes = found.stacked(1)
+        losses = functional.cross_entropy(
+            found.stacked(0).flatten(0, 1),
+            classes.flatten(),
+            ignore_index=ignore_index,
+            reduction="none",
+        )
+        made = torch.unflatten(losses, 0, classes.shape).sum(1)
+        if reduction == "mean":
+            made = made / (classes != ignore_index).sum(1)
+    return found.shown(made, 0)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """A linear layer of each task's own weights on rows (samples, numbers)."""
+    found = behind(input, weight) if bias is None else behind(input, weight, bias)
+    if found is None or None in found.places or input.ndim != 2:
+        return None
+    with temporarily_pop_interpreter_stack():
+        rows, columns = found.stacked(0), found.stacked(1).transpose(1, 2)
+        if bias is None:
+            made = rows @ columns
+        else:
+            made = torch.baddbmm(found.stacked(2)[:, None], rows, columns)
+    return found.shown(made, 0)

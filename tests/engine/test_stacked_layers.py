@@ -1,0 +1,132 @@
+"""Layers of several tasks: values and derivatives are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bilevel
+from bilevel.engine.stacked.layers import SideBySide
+from tests.engine.test_stacked_convolutions import SAMPLES, TASKS, check, stack
+
+CLASSES = torch.tensor([[0, 2, 1, 2], [1, -100, 0, 2], [2, 2, -100, -100]])
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(function: Callable[..., Tensor], *tensors: Tensor) -> int:
+    """How many it takes for all tasks, forward and backward."""
+    with Operations() as counted:
+        found = torch.vmap(function)(*tensors)
+        torch.autograd.grad(found.sum(), [tensor for tensor in tensors if tensor.requires_grad])
+    return counted.count
+
+
+def fewer(function: Callable[..., Tensor], *tensors: Tensor) -> bool:
+    """Whether it takes fewer operations than by the rules of vmap."""
+    alone = operations(function, *tensors)
+    with SideBySide():
+        return operations(function, *tensors) < alone
+
+
+def normalised(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.batch_norm(images, None, None, weight, bias, training=True)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5), (4, 3, 5)])
+def test_normalisation_over_the_batch(shape: tuple[int, ...]) -> None:
+    tensors = stack(SAMPLES + 2, *shape), stack(4), stack(4)
+    check(normalised, *tensors)
+    assert fewer(normalised, *tensors)
+
+
+def test_normalisation_with_weights_that_all_tasks_share() -> None:
+    weight, bias = stack(4)[0].detach(), stack(4)[1].detach()
+    check(lambda images: normalised(images, weight, bias), stack(SAMPLES, 4, 3, 3))
+
+
+def test_normalisation_by_running_statistics_is_left_to_torch() -> None:
+    mean, variance = torch.randn(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    check(lambda images: functional.batch_norm(images, mean, variance), stack(SAMPLES, 4, 3, 3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(reduction: str) -> None:
+    def one(scores: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(scores, classes, reduction=reduction)
+
+    check(one, stack(4, 3), CLASSES)
+    if reduction != "none":
+        assert fewer(one, stack(4, 3), CLASSES)
+
+
+def test_cross_entropy_with_classes_that_all_tasks_share() -> None:
+    check(lambda scores: functional.cross_entropy(scores, CLASSES[1]), stack(4, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"weight": torch.ones(3, dtype=torch.float64)}]
+)
+def test_other_cross_entropies_are_left_to_torch(options: dict[str, Any]) -> None:
+    classes = CLASSES.clamp(min=0)
+    check(lambda scores, c: functional.cross_entropy(scores, c, **options), stack(4, 3), classes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(4,), (2, 4), ()])
+def test_linear(rows: tuple[int, ...], bias: bool) -> None:
+    def one(inputs: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        return functional.linear(inputs, weight, shift if bias else None) + shift
+
+    check(one, stack(*rows, 5), stack(3, 5), stack(3))
+
+
+def test_g_is_evaluated_once_for_both_copies_of_all_tasks() -> None:
+    """And draws at random, which vmap refuses, are the same at both copies."""
+    seen: list[str] = []
+
+    def task(generator: torch.Generator) -> Any:
+        return torch.randn(2, 3, generator=generator, dtype=torch.float64).unbind()
+
+    def upper(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        seen.append("f")
+        return ((y - batch) ** 2).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        seen.append("g")
+        return ((y - x) ** 2).sum() + y @ batch
+
+    def noisy(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return lower(x, y, batch) + y @ torch.randn(3, dtype=torch.float64)
+
+    def stepped(lower: Any, tasks: int) -> Any:
+        x0 = torch.zeros(3, dtype=torch.float64)
+        solver = bilevel.Solver(
+            bilevel.Problem(upper, lower),
+            x0,
+            x0,
+            method=bilevel.F2SA(lower_lr=0.1, upper_lr=0.1, multiplier=1e6, inner_steps=2),
+            data=bilevel.Episodes(task, tasks),
+        )
+        seen.clear()
+        return solver.step()
+
+    stepped(lower, TASKS)
+    assert seen.count("f") == 4  # the direction and the report beside the two steps
+    assert seen.count("g") == 3
+    # different draws at y and z would be multiplied by 1e6
+    assert abs(float(stepped(noisy, TASKS).gap)) < 1e-3
