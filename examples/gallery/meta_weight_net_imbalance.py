@@ -7,6 +7,10 @@ training digit to its weight, and y is the perceptron that is trained with these
 others, "Meta-Weight-Net", NeurIPS 2019; Betty has this example). The upper level is the loss of y
 on the trusted digits. No step size is set. What is compared is the same as with wrong labels.
 
+The weights are not ahead of uniform ones here: a weight that knows only the loss of a digit cannot
+tell a rare one from one that is hard to read. And ten more digits of each class are worth more in
+training than in choosing weights.
+
 .. gallery-result:: meta_weight_net_imbalance
 """
 
