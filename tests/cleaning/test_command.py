@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except(["csv", "images"], KINDS))
 def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> None:
     write, options = KINDS[kind]
@@ -127,6 +128,7 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
     assert f"{suspect.sum()}</span> of 240 labels look wrong" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except(["parquet", "npz of pictures"], KINDS))
 def test_the_saved_model_predicts_as_the_fitted_one(
     animals: Animals, tmp_path: Path, kind: str
@@ -147,6 +149,7 @@ def test_the_saved_model_predicts_as_the_fitted_one(
     assert (model.predict(paths["fresh"]) == fresh.labels).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_a_saved_model_takes_frames_and_arrays(
     animals: Animals, cleaned: Path, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.03
 
 
+@pytest.mark.slow
 def test_a_classifier_of_scikit_learn(insects: Insects) -> None:
     model = RandomForestClassifier(30, min_samples_leaf=5, random_state=0)
     cleaner = insects.fit(LabelCleaner(model))
@@ -238,6 +239,7 @@ def test_without_trusted_rows_a_part_is_taken_and_all_are_judged(insects: Insect
     assert (cleaner.label_quality_[cleaner.trusted_] < 0.5).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "convert",
     [
@@ -325,6 +327,7 @@ def test_same_seed_same_bits(insects: Insects) -> None:
     assert (one.label_quality_ == two.label_quality_).all()
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_and_a_grid(insects: Insects) -> None:
     pipeline = make_pipeline(MinMaxScaler(), LabelCleaner(max_steps=2))
     mask = np.arange(460) >= 400

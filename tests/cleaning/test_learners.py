@@ -206,6 +206,7 @@ class Steep(torch.nn.Linear):
         return 1000 * super().forward(features)
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_module_suits_it() -> None:
     X = np.random.default_rng(0).normal(size=(400, 5))
     rows = Scaler(X, True, False).rows(X)
@@ -222,6 +223,7 @@ def test_the_rate_of_a_module_suits_it() -> None:
     assert chosen[1] <= 1e-3
 
 
+@pytest.mark.slow
 def test_a_module_forgets_weight_zero() -> None:
     X = np.random.default_rng(0).normal(size=(120, 5))
     rows = Scaler(X, True, False).rows(X)

@@ -436,6 +436,7 @@ def test_without_scripts_the_numbers_are_there(
     assert "Export" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", slow_except(["390"], [390, 800, 1280]))
 def test_fits_the_window_and_every_control_has_a_name(
     page: Page, hostile: Findings, tmp_path: Path, width: int

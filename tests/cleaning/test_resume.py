@@ -67,6 +67,7 @@ def test_what_is_interrupted_is_not_taken_for_a_result(
     assert np.array_equal(fit(tmp_path).sample_weight_, fit(None).sample_weight_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [1, 3])
 @pytest.mark.parametrize("every", [0.0, 1e9])
 @pytest.mark.parametrize("patience", [2, 8])

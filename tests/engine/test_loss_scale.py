@@ -93,6 +93,7 @@ def test_what_overflows_is_evaluated_again_with_a_smaller_scale(options: dict[st
     assert torch.equal(overflows.y, fits.y)
 
 
+@pytest.mark.slow
 def test_gradients_that_would_vanish_do_not() -> None:
     """Of 1e-9 nothing is left in float16; times 2^16 nearly all."""
     problem = bilevel.Problem(

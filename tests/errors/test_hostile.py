@@ -96,6 +96,7 @@ def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+@pytest.mark.slow
 @few
 @given(trees(tensors | st.none()), trees(tensors | st.none()), methods)
 def test_trees_of_tensors_of_any_shape_and_type(x0: Any, y0: Any, method: Any) -> None:

@@ -195,6 +195,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_iterates_stay_inside_and_end_at_the_constrained_optimum(

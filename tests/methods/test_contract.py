@@ -230,6 +230,7 @@ NOISY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_except(_QUICK, NOISY), ids=str)
 def test_finds_the_optimum_through_noise_in_both_levels(case: Noisy) -> None:
     # four runs side by side, each with its own noise (in BOME they have one multiplier)

@@ -206,6 +206,7 @@ def test_a_character_that_the_model_does_not_know_is_named(mixed: Path) -> None:
         load_model(mixed).loss("abz")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(texts: dict[str, Path], tmp_path: Path) -> None:
     kept = ("--checkpoint", str(tmp_path / "kept"))
     run(texts, tmp_path / "short", "--steps", "3", *kept)

@@ -73,6 +73,7 @@ def mixer(model: nn.Module | None = None, **options: Any) -> bilevel.DataMixer:
     return bilevel.DataMixer(model=model or Bigrams(), **{**given, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["forward", pytest.param("midpoint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [target_counts(), [20, 30, 10, 40]])
 def test_the_best_weights_are_found(scheme: Any, target: list[int]) -> None:

@@ -246,6 +246,7 @@ MENDED += ["a penalty step beyond 2/L", "f too strong for the multiplier"]
 MENDED += ["a step of x that is too long"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["jumps within a set"], MENDED))
 def test_goes_back_with_half_the_step_until_it_converges(name: str) -> None:
     options, _ = DIVERGING[name]

@@ -105,6 +105,7 @@ def test_each_run_stays_in_its_set(sets: Any, scheme: Any) -> None:
     assert_as_one_by_one(cleaning(**sets), methods, 2, steps=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [SETS["box"], SETS["a function"]])
 def test_the_parts_of_vmap_give_what_it_gives(sets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> bilevel.Results:
@@ -241,6 +242,7 @@ BREAKING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["forward", "midpoint", "single pass"])
 @pytest.mark.parametrize("bad", BREAKING.values(), ids=list(BREAKING))
 def test_a_run_that_breaks_leaves_the_others_alone(bad: F2SA, scheme: str) -> None:

@@ -157,6 +157,7 @@ def said(caught: Any, error: Any = None) -> list[str]:
     return found if error is None else [*found, str(error.value)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["f2sa", "soba", GIVEN], ids=["auto", "soba", "given"])
 def test_a_function_that_is_not_finite(method: Any, recwarn: pytest.WarningsRecorder) -> None:
     problem = Problem(turns, QUADRATIC.lower)

@@ -244,6 +244,7 @@ def test_y_is_the_lower_solution_of_the_last_x(noise: float) -> None:
     assert torch.equal(result.x, solver.x)
 
 
+@pytest.mark.slow
 def test_y_of_many_runs_is_the_lower_solution_of_their_last_x() -> None:
     problem = quadratic(sigma_f=1e-3, sigma_g=1e-3)
     data = {"upper_data": problem.upper_noise, "lower_data": problem.lower_noise}

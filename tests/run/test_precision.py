@@ -42,6 +42,7 @@ def test_a_lower_level_in_large_units_stalls_with_a_word(method: Any) -> None:
     assert float((result.x - 1).abs().max()) > 0.01  # it did stall
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "dtype"), [(1.0, torch.float32), (1e3, torch.float32), (1e6, torch.float64)]
 )

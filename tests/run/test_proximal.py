@@ -57,6 +57,7 @@ METHODS: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_the_direction_is_the_derivative_of_the_lasso(name: str) -> None:
     method, tolerance = METHODS[name]

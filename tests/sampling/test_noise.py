@@ -66,6 +66,7 @@ def measured_noise(multiplier: float, shared: bool, repeats: int = 400) -> float
     return total / repeats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("multiplier", MULTIPLIERS)
 def test_the_noise_of_the_direction_is_what_the_samples_say(

@@ -61,6 +61,7 @@ def test_noise_shortens_the_lower_step_and_its_absence_does_not() -> None:
 # The multiplier
 
 
+@pytest.mark.slow
 def test_a_multiplier_that_is_too_small_is_raised_and_a_given_schedule_is_not() -> None:
     problem = Quadratic(condition=1e3, seed=0)
     result = bilevel.minimize(problem, problem.x0, problem.y0, steps=60)

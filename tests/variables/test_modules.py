@@ -158,6 +158,7 @@ def checkpointed(module: Transformer) -> Transformer:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [PLAIN, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("options", METHODS.values(), ids=list(METHODS))
 def test_checkpointed_activations_give_the_same_iterates(

@@ -198,6 +198,7 @@ def test_iterates_are_those_of_a_tensor(name: str, options: dict[str, Any]) -> N
         assert table.x.values.abs().max() <= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_except(["f2sa", "soba"], ["f2sa", "f3sa", "meha", "soba"]))
 @pytest.mark.parametrize(
     "options",

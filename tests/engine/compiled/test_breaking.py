@@ -57,6 +57,7 @@ def test_what_breaks_in_a_step_that_assumes_nothing_changed_is_reported_as_ever(
     assert_same(runs, 3)  # and it goes on from there
 
 
+@pytest.mark.slow
 @graphs
 @pytest.mark.parametrize(
     ("breaks", "message", "single_pass"),

@@ -102,6 +102,7 @@ def test_iterates_stay_in_their_sets(name: str) -> None:
     torch.testing.assert_close(runs[1].y.sum().item(), 0.3)
 
 
+@pytest.mark.slow
 @graphs
 @pytest.mark.parametrize("name", slow_except(["forward"], ["forward", "single pass"]))
 def test_modules_trees_and_buffers(name: str) -> None:
@@ -125,6 +126,7 @@ def test_rates_and_multiplier_change_without_compiling_again() -> None:
     assert evaluator(runs[1]).compilations == first
 
 
+@pytest.mark.slow
 @graphs
 def test_a_number_that_the_objectives_use_may_change_between_steps() -> None:
     weight = [1.0]

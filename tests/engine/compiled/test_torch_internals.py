@@ -94,6 +94,7 @@ def test_without_the_shortcuts_steps_are_compiled_as_well(monkeypatch: pytest.Mo
     assert evaluator(runs[1]).compilations == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch while it is imported
 @pytest.mark.parametrize(
     "internal",

@@ -163,6 +163,7 @@ def _judged(rank: int, wrapped: bool) -> Any:
     return [tensor.clone() for tensor in result.x.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_statistics_of_one_rank_cannot_differ(one: Ranks) -> None:
     [found] = one.run(_judged, True)
     torch.testing.assert_close(found, _judged(0, False), rtol=0, atol=1e-12)

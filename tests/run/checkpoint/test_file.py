@@ -306,6 +306,7 @@ def read_bytes(data: bytes, folder: Path) -> dict[str, Any]:
     return read(folder / "a")
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['safetensors'] = None\n"

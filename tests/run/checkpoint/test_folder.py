@@ -297,6 +297,7 @@ def test_a_run_that_fails_frees_its_folder(tmp_path: Path) -> None:
     saved_run(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="fork")
 def test_a_child_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path: Path) -> None:
     """As the workers of a DataLoader, which outlive their parent for a while."""

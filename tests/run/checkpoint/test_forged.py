@@ -146,6 +146,7 @@ def assert_equal(one: Any, other: Any) -> None:
             assert value == others[path], path
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::bilevel.errors.BilevelWarning")
 @pytest.mark.parametrize("select", slow_except(["best"], ["last", "best", "random"]))
 def test_a_forged_run_is_refused_or_runs(select: str, tmp_path: FilePath) -> None:
