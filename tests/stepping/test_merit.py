@@ -91,13 +91,12 @@ def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
 
 
 def reference(solution: list[float], spread: list[float]) -> Reference:
-    return Reference(
-        torch.zeros(1), [], torch.zeros(1), [], [], [], solution, spread, 1.0, [], True
-    )
+    zero, merits = torch.zeros(1), [1.0] * len(solution)
+    return Reference(zero, [], zero, merits, merits, [], solution, spread, 1.0, [], True)
 
 
-def found(solution: list[float], spread: list[float]) -> Merits:
-    return Merits([0.0], solution=solution, spread=spread)
+def found(solution: list[float], spread: list[float], merit: float = 1.0) -> Merits:
+    return Merits([merit] * len(solution), solution=solution, spread=spread)
 
 
 def test_f_that_rises_with_both_copies_is_noise_and_away_from_one_it_is_not() -> None:
@@ -106,6 +105,14 @@ def test_f_that_rises_with_both_copies_is_noise_and_away_from_one_it_is_not() ->
     assert not before.misled(found([1.5, 1.6], [0.2, 0.2]))
     assert not before.misled(found([0.9, 1.0], [0.7, 0.7]))
     assert not reference([], []).misled(Merits([0.0]))
+
+
+def test_without_noise_f_has_to_fall_where_the_merit_falls_by_a_tenth() -> None:
+    before = reference([1.0], [0.2])
+    assert before.misled(found([1.001], [0.6], merit=0.8))
+    assert not before.misled(found([0.999], [0.6], merit=0.8))
+    assert not before.misled(found([1.001], [0.2], merit=0.95))
+    assert before.misled(found([1.2], [0.4], merit=0.95))
 
 
 def test_many_small_rises_count_together() -> None:

@@ -18,8 +18,9 @@ it is. The test is failed if
     merit itself), beyond three standard errors and what it drifts by while x rests;
     or y met a curvature more than four times that at the reference;
     or the copies of y could not settle; or a number was not finite;
-    or f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy:
-    then the merit, which stands for it, did not, and the multiplier is raised.
+    or f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy, or,
+    where nothing is sampled, did not fall where the merit fell by a tenth: then the merit, which
+    stands for it, does not, and the multiplier is raised.
 
 The reference is where the merit was last seen to fall, so that many small rises count together.
 After a failure x and all copies of y go back there, and x rests for one outer step, in which the

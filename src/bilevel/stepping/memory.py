@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import StateError
-from bilevel.stepping.merit import Merits, surely_rose
+from bilevel.stepping.merit import TOLERATED, Merits, surely_rose
 from bilevel.stepping.policy import Iterate
 from bilevel.variables import flatten
 
@@ -121,10 +121,17 @@ class Reference:
             self.solution, self.spread = before.solution, before.spread
 
     def misled(self, found: Merits) -> bool:
-        """Whether f at the lower solution rose, and away from where the merit takes it.
+        """Whether f at the lower solution did not fall as the merit did, which stands for it.
 
-        That it rose may be an error of the copies, which they have in common.
+        Where nothing is sampled, that it did not fall at all says so if the merit fell by a tenth.
+        In minibatches that it rose may be an error of the copies, which they have in common; it
+        has to rise for sure, and away from where the merit takes it.
         """
+        if len(self.solution) == 1:
+            fell = self.merits[0] - found.values[0] > TOLERATED * abs(self.merits[0])
+            return surely_rose(found.solution, self.solution) or (
+                fell and found.solution[0] > self.solution[0]
+            )
         level = abs(statistics.fmean(self.solution)) if self.solution else 0.0
         return surely_rose(found.solution, self.solution) and surely_rose(
             found.spread, self.spread, least=level
