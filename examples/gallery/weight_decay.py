@@ -9,9 +9,9 @@ step size is set.
 
 What was found is judged by training y anew on all 1,000 digits. It is compared with one decay for
 all features, chosen from seven by the loss on the held-out digits. Of the steps of x too the best
-by that loss is taken (``select="best"``): after some fifteen "auto" steps the decays of the wide
-waves become so weak that the lower level is badly conditioned, y does not follow x any more, and
-the loss rises again. Betty, JAXopt and hypertorch have such examples; the last two differentiate
+by that loss is taken (``select="best"``): once the decays of the wide waves are weak, the lower
+level is badly conditioned, and y follows x only slowly. Where all widths are of use, one decay for
+all features is as good. Betty, JAXopt and hypertorch have such examples; the last two differentiate
 implicitly with conjugate gradients, which is ``AID`` here. It is not shown, because "auto" steps do
 not suit it on this task. To save time the digits have 14 x 14 pixels.
 
