@@ -99,27 +99,33 @@ def found(solution: list[float], spread: list[float], merit: float = 1.0) -> Mer
     return Merits([merit] * len(solution), solution=solution, spread=spread)
 
 
-def test_f_that_rises_with_both_copies_is_noise_and_away_from_one_it_is_not() -> None:
-    before = reference([1.0, 1.1], [0.2, 0.2])
-    assert before.misled(found([1.5, 1.6], [0.7, 0.7]))
-    assert not before.misled(found([1.5, 1.6], [0.2, 0.2]))
-    assert not before.misled(found([0.9, 1.0], [0.7, 0.7]))
-    assert not reference([], []).misled(Merits([0.0]))
+@pytest.mark.parametrize("probe", [1, 2])
+def test_f_that_rises_with_both_copies_is_noise_and_away_from_one_it_is_not(probe: int) -> None:
+    before = reference([1.0] * probe, [0.2] * probe)
+
+    def misled(solution: float, spread: float, merit: float = 1.0) -> bool:
+        return before.misled(found([solution] * probe, [spread] * probe, merit), noisy=True)
+
+    assert misled(1.5, 0.7)
+    assert not misled(1.5, 0.2)
+    assert not misled(0.9, 0.7)
+    assert not misled(1.001, 0.6, merit=0.8)
 
 
 def test_without_noise_f_has_to_fall_where_the_merit_falls_by_a_tenth() -> None:
     before = reference([1.0], [0.2])
-    assert before.misled(found([1.001], [0.6], merit=0.8))
-    assert not before.misled(found([0.999], [0.6], merit=0.8))
-    assert not before.misled(found([1.001], [0.2], merit=0.95))
-    assert before.misled(found([1.2], [0.4], merit=0.95))
+    assert before.misled(found([1.001], [0.6], merit=0.8), noisy=False)
+    assert not before.misled(found([0.999], [0.6], merit=0.8), noisy=False)
+    assert not before.misled(found([1.001], [0.2], merit=0.95), noisy=False)
+    assert before.misled(found([1.2], [0.4], merit=0.95), noisy=False)
+    assert not reference([], []).misled(Merits([0.0]), noisy=False)
 
 
 def test_many_small_rises_count_together() -> None:
     first, second = reference([1.0], [0.1]), reference([1.05], [0.15])
     second.remember_lowest(first)
-    assert second.misled(found([1.12], [0.22]))
-    assert not reference([1.05], [0.15]).misled(found([1.12], [0.22]))
+    assert second.misled(found([1.12], [0.22]), noisy=False)
+    assert not reference([1.05], [0.15]).misled(found([1.12], [0.22]), noisy=False)
 
 
 def test_a_rise_must_exceed_a_tenth_and_the_noise() -> None:

@@ -276,7 +276,7 @@ class FoundSizes(GivenSizes):
             n.brake *= 2
             if not self._put_back(state):
                 self._rested = found.lower
-            self._numbers.measure_anew()
+            n.measure_anew()
             return 0.0
         n.resting = True
         upper = self._tested(state, direction, found)
@@ -315,7 +315,7 @@ class FoundSizes(GivenSizes):
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
             if n.drift > TOLERATED * abs(value):
                 n.shorten(math.inf, noisy=bool(self._noisy))
-                self._numbers.measure_anew()
+                n.measure_anew()
                 return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
@@ -348,7 +348,7 @@ class FoundSizes(GivenSizes):
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
-        if self._raises and before.misled(found):
+        if self._raises and before.misled(found, noisy=bool(self._noisy)):
             self._put_back(state)
             if not self._raise_multiplier(state, least=2.0):
                 self._go_back(state, math.inf)
@@ -398,7 +398,7 @@ class FoundSizes(GivenSizes):
             length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
             promise = FIRST_SHARE * abs(statistics.fmean(found.values or [0.0])) / norm
             n.upper = n.first = min(length, promise or length) / norm / self._unit
-        # while y is fitted in minibatches x rests, and then it must not set out on a coarse one
+        # in minibatches the looks at which y was fitted are over: x must not set out too coarsely
         coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
         if coarse and self._raise_multiplier(state):
             return 0.0

@@ -120,22 +120,21 @@ class Reference:
         if before.solution and statistics.fmean(before.solution) < statistics.fmean(self.solution):
             self.solution, self.spread = before.solution, before.spread
 
-    def misled(self, found: Merits) -> bool:
+    def misled(self, found: Merits, *, noisy: bool) -> bool:
         """Whether f at the lower solution did not fall as the merit did, which stands for it.
 
-        Where nothing is sampled, that it did not fall at all says so if the merit fell by a tenth.
-        In minibatches that it rose may be an error of the copies, which they have in common; it
-        has to rise for sure, and away from where the merit takes it.
+        Without noise, that it did not fall at all says so if the merit fell by a tenth. With it,
+        that it rose may be an error of the copies, which they have in common; it has to rise for
+        sure, and away from where the merit takes it.
         """
-        if len(self.solution) == 1:
-            fell = self.merits[0] - found.values[0] > TOLERATED * abs(self.merits[0])
-            return surely_rose(found.solution, self.solution) or (
-                fell and found.solution[0] > self.solution[0]
-            )
-        level = abs(statistics.fmean(self.solution)) if self.solution else 0.0
-        return surely_rose(found.solution, self.solution) and surely_rose(
-            found.spread, self.spread, least=level
-        )
+        if not self.solution:
+            return False
+        rose = surely_rose(found.solution, self.solution)
+        if noisy:
+            level = abs(statistics.fmean(self.solution))
+            return rose and surely_rose(found.spread, self.spread, least=level)
+        fell = self.merits[0] - found.values[0] > TOLERATED * abs(self.merits[0])
+        return rose or (fell and found.solution[0] > self.solution[0])
 
 
 def reference_at(

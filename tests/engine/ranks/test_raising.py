@@ -80,6 +80,15 @@ def _raising(rank: int, kind: str, method: str, level: str) -> Found:
     return _raised_and_gone_on(kind, method, **{level: raises})
 
 
+def _check_that_both_raised(first: Found, second: Found, error: str, message: str) -> None:
+    assert second[:2] == (error, message)
+    assert first[0] == "DistributedError"
+    assert "an objective or its data raised on rank 1" in first[1]
+    assert f"{error}: {message}" in first[1]
+    assert first[2:] == second[2:]  # and they go on together
+    assert first[2] > 0
+
+
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
 @pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
@@ -87,12 +96,7 @@ def test_an_objective_that_raises_on_one_rank_raises_on_all(
     two: Ranks, kind: str, method: str, level: str
 ) -> None:
     first, second = two.run(_raising, kind, method, level)
-    assert second[:2] == ("KeyError", "'mine'")
-    assert first[0] == "DistributedError"
-    assert "an objective or its data raised on rank 1" in first[1]
-    assert "KeyError: 'mine'" in first[1]
-    assert first[2:] == second[2:]  # and they go on together
-    assert first[2] > 0
+    _check_that_both_raised(first, second, "KeyError", "'mine'")
 
 
 def _without_batch(rank: int, kind: str, method: str, at: int) -> Found:
@@ -115,12 +119,7 @@ def _without_batch(rank: int, kind: str, method: str, at: int) -> Found:
 @pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
 def test_data_that_raises_on_one_rank_raises_on_all(two: Ranks, kind: str, method: str) -> None:
     first, second = two.run(_without_batch, kind, method, 13 if method != "F3SA" else 5)
-    assert second[:2] == ("OSError", "the file is gone")
-    assert first[0] == "DistributedError"
-    assert "an objective or its data raised on rank 1" in first[1]
-    assert "OSError: the file is gone" in first[1]
-    assert first[2:] == second[2:]  # and they go on together
-    assert first[2] > 0
+    _check_that_both_raised(first, second, "OSError", "the file is gone")
 
 
 def _raising_around_passes(rank: int, where: str) -> Found:
