@@ -202,3 +202,42 @@ def test_a_run_that_was_stopped_keeps_that_outcome_and_is_told() -> None:
     with pytest.warns(WorsenedWarning):
         result = run(**SLOWLY_RISING, callback=lambda solver, info: info.step == 40)
     assert result.outcome is Outcome.STOPPED
+
+
+# Steps that were taken back
+
+NOISE = 0.1 * torch.randn(200, generator=torch.Generator().manual_seed(0))
+
+
+def cliff(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+    """It falls towards 3, but from 1.5 on it is a hundred higher."""
+    return ((y - 3) ** 2).sum() + batch.mean() + 100 * torch.sigmoid(40 * (y - 1.5)).sum()
+
+
+def follower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+    return 0.5 * ((y - x + batch.mean()) ** 2).sum()
+
+
+def test_steps_that_were_taken_back_are_not_where_a_run_ended(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    problem = bilevel.Problem(cliff, follower)
+    beyond = 0
+    for steps in range(20, 40):
+        xs: list[Tensor] = []
+        found = bilevel.minimize(
+            problem,
+            torch.zeros(1),
+            torch.zeros(1),
+            upper_data=NOISE,
+            lower_data=NOISE,
+            batch_size=4,
+            steps=steps,
+            callback=lambda solver, info: xs.append(solver.x.clone()),  # noqa: B023
+        )
+        assert found.x < 1.5
+        assert found.outcome is Outcome.COMPLETED
+        assert torch.equal(found.x, xs[found.selected_step - 1])  # x_k comes after step k - 1
+        beyond += worsening(found.history) is not None
+    assert beyond  # some of these runs end with f a hundred higher, at an x that was taken back
+    assert not recwarn

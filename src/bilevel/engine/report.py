@@ -14,7 +14,7 @@ from bilevel.engine.finite import FiniteCheck
 from bilevel.methods import Info, State
 from bilevel.problem import Level, Metrics, Number, Objectives, Term
 from bilevel.sampling import Sample
-from bilevel.variables import buffers_kept
+from bilevel.variables import values_only
 
 Key: TypeAlias = tuple[Level, int]
 """Which objective at which copy: :attr:`bilevel.problem.Term.key`."""
@@ -110,8 +110,8 @@ class Report:
             objective = self._objectives.f if term.level is Level.UPPER else self._objectives.g
             # neither the buffers nor the random state of the run may move with a report
             cuda = [x.device] if x.device.type == "cuda" else []
-            with torch.no_grad(), buffers_kept(x, term.y), torch.random.fork_rng(cuda):
-                value = share * objective(x, term.y, batch)
+            with values_only(x, term.y), torch.random.fork_rng(cuda):
+                value = share * objective(x, term.y, batch).detach()
             self._check.numbers([term.name(x)], [value])
             self._count(term._replace(share=share), value)
 

@@ -24,6 +24,8 @@ RATES = ("multiplier", "lower_lr", "upper_lr")
 """The numbers that are known before the step."""
 
 
+WHEN = ("step", "seconds", "stands")
+
 _FIRST_ROWS = 1 << 14
 
 
@@ -57,7 +59,8 @@ class Recorder:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         shape = () if runs is None else (runs,)
         measured = len(MEASURED) + len(self._metrics)
-        self._when = np.empty((most, 2))  # the step, and the seconds since the start
+        # the step, the seconds since the start, and whether x has not gone back from there
+        self._when = np.empty((most, len(WHEN)))
         self._measured = torch.empty((most, measured, *shape), dtype=dtype, device=device)
         # The rates of one run are floats, which a NumPy array takes much faster than a tensor.
         self._rates: Any = np.empty((most, len(RATES)))
@@ -71,7 +74,7 @@ class Recorder:
     def add(self, info: Info, seconds: float) -> None:
         """Record what a step reports."""
         self._make_room(self.rows + 1)
-        self._when[self.rows] = info.step, seconds
+        self._when[self.rows] = info.step, seconds, True
         measured = [getattr(info, name).detach() for name in MEASURED]
         measured += [info.metrics[name].to(measured[0]) for name in self._metrics]
         self._measured[self.rows] = torch.stack(measured)
@@ -83,7 +86,7 @@ class Recorder:
         """Room for so many rows, twice as many as before if it has to be made."""
         more = max(rows - len(self._when), len(self._when))
         if rows > len(self._when):
-            self._when = np.concatenate([self._when, np.empty((more, 2))])
+            self._when = np.concatenate([self._when, np.empty((more, len(WHEN)))])
             self._measured = _longer(self._measured, more)
             self._rates = (
                 _longer(self._rates, more)
@@ -94,6 +97,17 @@ class Recorder:
     def forget(self, rows: int) -> None:
         """Keep only the first ``rows`` recorded steps."""
         self.rows = rows
+
+    def take_back(self, since: int) -> None:
+        """Note that x went back to where it was in step ``since``."""
+        when = self._when[: self.rows]
+        when[when[:, 0] > since, 2] = False
+
+    def standing(self, steps: int) -> History:
+        """The columns of the steps below ``steps`` from which x did not go back."""
+        found = self.history(steps)
+        stands = self._when[: len(found["step"]), 2] > 0
+        return {name: column[stands] for name, column in found.items()}
 
     def history(self, steps: int, first: int = 0) -> History:
         """The columns of one run, of steps below ``steps``, from the row ``first`` on.
@@ -127,7 +141,7 @@ class Recorder:
         declared = record(
             {
                 "measured": tensor((-1, *self._measured.shape[1:])),
-                "told": tensor((-1, 2 + len(RATES))),
+                "told": tensor((-1, len(WHEN) + len(RATES))),
             }
         )
 
@@ -148,7 +162,7 @@ class Recorder:
         self._make_room(sum(kept))
         self.rows = sum(kept)
         told = state["told"][kept].numpy()
-        self._when[: self.rows], self._rates[: self.rows] = told[:, :2], told[:, 2:]
+        self._when[: self.rows], self._rates[: self.rows] = np.hsplit(told, [len(WHEN)])
         self._measured[: self.rows] = state["measured"][kept].to(self._measured)
 
     def _columns(

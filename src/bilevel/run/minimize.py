@@ -43,7 +43,7 @@ from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
-from bilevel.run.worsening import worsening
+from bilevel.run.worsening import Worsening, worsening
 from bilevel.sampling import DirectionSize, Episodes
 from bilevel.variables import Stateful
 
@@ -299,6 +299,8 @@ class _Loop:
                 self._recorder.add(info, self._clock.seconds)
                 self._convergence.after(info)
                 self._monitor.after(info)
+            if solver.state.policy.returned:
+                self._recorder.take_back(solver.state.policy.step_of(solver.state))
             if inspected:
                 self._guard.look()
             if judged:
@@ -381,10 +383,15 @@ class _Loop:
         is returned.
         """
         choices = choices_of(self._solver)
-        found = worsening(
-            self._recorder.history(self._solver.k),
-            by_optimizer=choices.upper is Source.OPTIMIZER,
-        )
+
+        def worsened_by(k: int) -> Worsening | None:
+            history = self._recorder.standing(k)
+            return worsening(history, by_optimizer=choices.upper is Source.OPTIMIZER)
+
+        found = worsened_by(self._solver.k)
+        if found is not None and not self._guard.diverged:
+            *_, k = self._solver.final_point()
+            found = worsened_by(k)  # the last steps may have failed their test
         if found is None or self._guard.diverged:
             return False
         if self._options.select != "best":

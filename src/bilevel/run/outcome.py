@@ -55,7 +55,8 @@ class Result:
         steps: how many outer steps were taken, those before a checkpoint included.
         seconds: how long they took.
         outcome: how the run ended.
-        selected_step: k of the returned point x_k; equals ``steps`` for the last iterate.
+        selected_step: k of the returned point x_k; equals ``steps`` for the last iterate, unless
+            steps that "auto" found had failed their test, so that x went back.
 
     Example:
         >>> import bilevel

@@ -27,7 +27,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import OWN, on_every_rank, read_any, write_any
 from bilevel.run.setup import LEVELS, Redraw
 from bilevel.sampling import Draw, EpisodicDraw, PrivateRandomness, Stream
-from bilevel.variables import Form, Variable, buffers_kept, form_of
+from bilevel.variables import Form, Variable, form_of, values_only
 from bilevel.variables.forms import maybe, real, record, refuse, text, whole
 
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError)
@@ -298,7 +298,7 @@ class Resumable(ABC):
         for name, objective, stream in levels:
             found[name] = None
             if stream.probed:
-                with self.evaluating_aside(), torch.no_grad(), buffers_kept(x, y):
+                with self.evaluating_aside(), values_only(x, y):
                     # where it raises on one rank, the others must not wait for its value
                     value = on_every_rank(self.ranks, partial(_value, objective, x, y, stream))
                     found[name] = float(self.evaluator.mean(value.detach()))

@@ -36,8 +36,8 @@ class Last:
 
     def point(self, *, sound: bool) -> tuple[Any, Any, int]:
         """x, its lower solution, and the k of x; not ``sound``: an error ended the run."""
-        point = self.solver.final_point() if sound else (self.solver.x, self.solver.y)
-        return *point, self.solver.k
+        solver = self.solver
+        return solver.final_point() if sound else (solver.x, solver.y, solver.k)
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice so far depends on."""

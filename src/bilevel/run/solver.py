@@ -271,11 +271,11 @@ class Solver(Resumable):
         number that is not finite, and where the data is an iterator that cannot go back. (Any other
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
-        x, y = self.final_point()
+        x, y, _ = self.final_point()
         return y if self._is_at(x) else self.y
 
-    def final_point(self) -> tuple[Any, Any]:
-        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them.
+    def final_point(self) -> tuple[Any, Any, int]:
+        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them, and k.
 
         With ``upper_lr="auto"`` it is the last x that passed its test: the extra step of
         :meth:`lower_solution` also tests where the steps since then have led.
@@ -288,9 +288,9 @@ class Solver(Resumable):
             except torch.cuda.OutOfMemoryError:
                 if self.ranks is not None:  # the other ranks wait for this one
                     raise
-        return self.x, self.y
+        return self.x, self.y, self.k
 
-    def _fitted_at_x(self) -> tuple[Any, Any]:
+    def _fitted_at_x(self) -> tuple[Any, Any, int]:
         before = self.state_dict()
         try:
             self.state.policy.close()
@@ -300,13 +300,13 @@ class Solver(Resumable):
                 self.state.k -= 1
                 self.step(measure=False)
                 undecided = self.state.policy.undecided
-            y = self.y
+            y, k = self.y, self.state.policy.step_of(self.state)
             if self.state.policy.returned:
-                return self.x, y
+                return self.x, y, k
         finally:
             rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
-        return self.x, y
+        return self.x, y, k
 
     def _is_at(self, point: Any) -> bool:
         here, there = (Variable(value, "x").leaves for value in (self.x, point))

@@ -76,6 +76,7 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         for variable in variables
     ]
     known: dict[str, Form] = {
+        "k": whole(0),
         "x": tensor((size,)),
         "direction": tensor((size,)),
         "places": each(places),

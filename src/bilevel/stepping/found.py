@@ -324,12 +324,6 @@ class FoundSizes(GivenSizes):
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
         lags = before.settled and not settled
-        self.undecided = lags and not steeper and n.rests < LATER_RESTS
-        if self.undecided:
-            if not near:
-                self._contract(state, 0.0)  # y solves g better than z; both go on from one place
-            n.rests += 1
-            return 0.0
         way = flatten(state.x.leaves) - before.x
         rises = [here - there for here, there in zip(merits, before.merits, strict=False)]
         rise = statistics.fmean(rises) if rises else 0.0
@@ -340,6 +334,14 @@ class FoundSizes(GivenSizes):
         # a promise of more than the merit itself is made by a slope that does not last
         tolerated = TOLERATED * min(n.promised, abs(value - rise))
         rose = rise > tolerated + n.drift + SURE * error + rounding
+        # a rise by as much as the merit itself is not an error of y, which a rest would mend
+        hopeless = rose and bool(self._noisy) and rise > abs(value - rise)
+        self.undecided = lags and not (steeper or hopeless) and n.rests < LATER_RESTS
+        if self.undecided:
+            if not near:
+                self._contract(state, 0.0)  # y solves g better than z; both go on from one place
+            n.rests += 1
+            return 0.0
         # what y may have left to fall is of the order of the gap
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
         if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= excused:
@@ -445,6 +447,11 @@ class FoundSizes(GivenSizes):
 
     def close(self) -> None:
         self._closing = self._tests
+
+    def step_of(self, state: Iterate) -> int:
+        there = self._reference
+        back = there is not None and torch.equal(flatten(state.x.leaves), there.x)
+        return there.k if there is not None and back else state.k
 
     @torch.no_grad()
     def take_back(self, state: Iterate) -> bool:

@@ -90,6 +90,7 @@ class Reference:
     """Where the merit was last seen to fall: what follows is tested against it, or goes back there.
 
     Attributes:
+        k: the outer step in which x was there.
         x: the upper variable, flat.
         places: the leaves and buffers of x and of all copies of y.
         direction: that of x.
@@ -103,6 +104,7 @@ class Reference:
         settled: whether the copies of y had settled; at a kink they never do.
     """
 
+    k: int
     x: Tensor
     places: list[list[Tensor]]
     direction: Tensor
@@ -150,4 +152,4 @@ def reference_at(
     places = [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
     merits = found.values
     known = merits, merits, found.lower, found.solution, found.spread
-    return Reference(x, places, direction, *known, steepness, curvatures, settled)
+    return Reference(state.k, x, places, direction, *known, steepness, curvatures, settled)

@@ -11,7 +11,7 @@ import torch
 from bilevel.problem import FORWARD, Level, Objectives, Phi
 from bilevel.sampling import Rewind
 from bilevel.stepping.policy import Iterate
-from bilevel.variables import Variable, buffers_kept
+from bilevel.variables import Variable, values_only
 
 TOLERATED = 0.1
 """The part of a value, or of what was promised, that a change must exceed to count."""
@@ -64,7 +64,7 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     uppers, lowers = draw.upper.probe(), draw.lower.probe()
     rewind = Rewind(x.device)
     values = []
-    with buffers_kept(x, *(y for _, y, _ in terms)):
+    with values_only(x, *(y for _, y, _ in terms)):
         for place in range(max(len(uppers), len(lowers))):
             total = torch.zeros(4, dtype=torch.float64, device=x.device)
             for level, y, weight in terms:
@@ -72,7 +72,7 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
                 upper = level is Level.UPPER
                 objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
-                value = objective(x, y, batches[place % len(batches)]).double()
+                value = objective(x, y, batches[place % len(batches)]).detach().double()
                 part = 0 if upper else 1
                 if weight:
                     total[part] += weight * value
@@ -98,7 +98,7 @@ def is_noisy(objectives: Objectives, state: Iterate) -> bool:
     if not (draw.upper.deterministic and draw.lower.deterministic):
         return True
     rewind = Rewind(x.device)
-    with torch.no_grad(), buffers_kept(x, y):
+    with values_only(x, y):
         objectives.f(x, y, draw.upper.peek())
         objectives.g(x, y, draw.lower.peek())
     moved = rewind.moved()

@@ -90,6 +90,10 @@ class GivenSizes:
     def close(self) -> None:
         """Let the next step be one that fits y and tests x, but does not move x further."""
 
+    def step_of(self, state: Iterate) -> int:
+        """The outer step that x belongs to: an earlier one where x went back and stayed."""
+        return state.k
+
     def take_back(self, state: Iterate) -> bool:
         """Go back to where all was well, after a number that is not finite; whether that is so."""
         return False

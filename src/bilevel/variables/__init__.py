@@ -1,7 +1,13 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
 from bilevel.variables.anderson import Fixed, Found, ProximalStep, fixed_point_of
-from bilevel.variables.contexts import buffers_copied, buffers_kept, frozen, substituted
+from bilevel.variables.contexts import (
+    buffers_copied,
+    buffers_kept,
+    frozen,
+    substituted,
+    values_only,
+)
 from bilevel.variables.forms import Form, form_of
 from bilevel.variables.gradients import (
     differentiate,
@@ -74,4 +80,5 @@ __all__ = [
     "to_row_sparse",
     "touched_rows",
     "unflatten_like",
+    "values_only",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bilevel.variables.tree import map_tree
@@ -15,13 +16,14 @@ from bilevel.variables.variable import Variable
 @contextmanager
 def frozen(*variables: Variable) -> Iterator[None]:
     """Inside, the variables are constants: no gradient flows to them and none is computed."""
+    flags = [variable.leaves[0].requires_grad for variable in variables]
     for variable in variables:
         variable.requires_grad_(False)
     try:
         yield
     finally:
-        for variable in variables:
-            variable.requires_grad_(True)
+        for variable, flag in zip(variables, flags, strict=True):
+            variable.requires_grad_(flag)
 
 
 @contextmanager
@@ -34,6 +36,19 @@ def buffers_kept(*variables: Variable) -> Iterator[None]:
         for owner, name, buffer, before in saved:
             buffer.copy_(before)
             owner._buffers[name] = buffer  # a forward pass may have put another in its place
+
+
+@contextmanager
+def values_only(*variables: Variable) -> Iterator[None]:
+    """Inside, objectives are evaluated for their values: nothing is recorded, no buffer moves.
+
+    Autograd stays on, with the variables as constants, since an objective may differentiate by
+    itself, as the residual of a differential equation does. DistributedDataParallel would wait for
+    a backward pass then, so that autograd is off where it wraps a variable.
+    """
+    wrapped = any(variable.wrappers for variable in variables)
+    with torch.set_grad_enabled(not wrapped), frozen(*variables), buffers_kept(*variables):
+        yield
 
 
 @contextmanager

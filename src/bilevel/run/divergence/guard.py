@@ -80,6 +80,7 @@ class Guard:
             scheduled=callable(getattr(solver.method, "multiplier", None)),
             patience=PATIENCE if adaptive else 0,
         )
+        self._found = source_of(solver.method, Level.LOWER) is Source.FOUND
         self._halved = 0
         self._halved_since: list[Level] = []  # after the good state was kept
         self._good: dict[str, Any] | None = None
@@ -106,7 +107,8 @@ class Guard:
             return
         block = self._recorder.history(self._solver.k, first=self._signs.rows)
         sign = self._signs.inspect(block, rows)
-        if rows >= BLOCK and rows & (rows - 1) == 0:
+        # steps of y that are found meet their own tests, and x may be where it does not stay
+        if not self._found and rows >= BLOCK and rows & (rows - 1) == 0:
             self._jumping = self._overlong(rows)
         found = self._jumping
         if sign is not None:
