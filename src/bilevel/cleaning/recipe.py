@@ -32,6 +32,7 @@ from bilevel.cleaning.noise import (
     Array,
     NoiseModel,
     Pool,
+    by_class,
     fit_noise,
     fit_pool,
     fit_sharpness,
@@ -175,11 +176,11 @@ def _verified(
         assert task.rows is not None
         on_trusted = searcher.predict_folds(learned.model, task.rows.part(task.trusted))
         place = task.fold[task.trusted][:, None, None].expand(-1, 1, searcher.classes)
-        first.append(on_trusted.gather(1, place).squeeze(1).double().numpy())
+        first.append(by_class(on_trusted.gather(1, place).squeeze(1)))
         on_judged = searcher.predict_folds(learned.model, task.rows.part(task.judged)).double()
         for number, some in enumerate(firsts):
-            some.append(on_judged[:, number].numpy())
-        whole.append(on_judged.mean(1).numpy())
+            some.append(by_class(on_judged[:, number]))
+        whole.append(by_class(on_judged.mean(1)))
     early = fit_pool(first, fits.right)
 
     noise = fit_noise(early.probabilities(whole), frequency, votes)
@@ -252,7 +253,7 @@ def _clearly_positive(differences: Array) -> bool:
 def _from_predictions(task: CleaningTask) -> CleaningResult:
     """Judge labels by the predictions of a model of the user's."""
     assert task.predictions is not None
-    judged, trusted = task.predictions[task.judged], task.predictions[task.trusted]
+    judged, trusted = (by_class(task.predictions[i]) for i in (task.judged, task.trusted))
     given, right = task.labels[task.judged].numpy(), task.labels[task.trusted].numpy()
     sharpness, _ = fit_sharpness(judged, given)
     frequency = softmax(sharpness * judged, 1)
