@@ -169,7 +169,7 @@ class CrossFits:
         Args:
             name: its name.
             kept_by_fold: which samples each fold keeps.
-            kept: which samples the fit to all folds keeps; None: there is none yet, but the first.
+            kept: which samples the fit to all folds keeps; None: there is none yet.
             ridge: the ridge.
             start: each fold starts from the same fold of this fit, which has not seen it either.
         """
@@ -186,7 +186,7 @@ class CrossFits:
             wanted.append((kept, np.ones(len(self.right)) * self._trust))
             starts.append(start.model)
         models = self._fit_several(wanted, ridge, starts)
-        whole = models[0] if kept is None else models.pop()
+        whole = start.model if kept is None else models.pop()
         for part, check, model in zip(parts, checks, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
             trusted[check] = self._predict(model, self._trusted_rows.part(_places(check)))

@@ -183,7 +183,7 @@ class SoftmaxRegression(Learner):
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        ftol = 1e-5 if len(kept) * self.width > _SMALL else 1e-9
+        ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-9
         options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         every = unpacked(found.x)
@@ -313,14 +313,19 @@ def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
     if len(rows) > _ROWS_FOR_CURVATURE:
         some = torch.randperm(len(rows), generator=generator)[:_ROWS_FOR_CURVATURE]
         features = rows.take(some)
-    v = torch.randn(len(mean), 1, generator=generator)
-    v = v / v.norm()
     largest = 0.0
-    for _ in range(steps):
-        image = features @ v - mean @ v
-        v = features.T @ image / len(features) - mean.unsqueeze(1) * image.mean()
-        before, largest = largest, float(v.norm())
-        if largest - before <= 1e-4 * largest:  # also where there is no spread at all
-            break
-        v = v / largest
-    return mean, largest**0.5 or 1.0  # constant features have no scale, and any will do
+    if isinstance(features, Tensor) and 8 * len(mean) < len(features):
+        centred = features - mean
+        largest = float(torch.linalg.eigvalsh(centred.T @ centred / len(features))[-1])
+    else:  # power iteration, which never forms the covariance of many features
+        v = torch.randn(len(mean), 1, generator=generator)
+        v = v / v.norm()
+        for _ in range(steps):
+            image = features @ v - mean @ v
+            v = features.T @ image / len(features) - mean.unsqueeze(1) * image.mean()
+            before, largest = largest, float(v.norm())
+            if largest - before <= 1e-4 * largest:  # also where there is no spread at all
+                break
+            v = v / largest
+    # Constant features have no scale, and any will do.
+    return mean, max(largest, 0.0) ** 0.5 or 1.0
