@@ -13,12 +13,13 @@
    probably wrong than right, see :mod:`~bilevel.cleaning.noise`, and a model is fitted without
    them: the cleaned one.
 3. The fits are compared on trusted samples that they were not fitted to, and pooled. The pool
-   predicts, and judges labels; where one model is best, the others have little weight in it.
+   predicts, and judges labels; where one model is best, the others have little weight in it. As far
+   as no label seems to be wrong, see :mod:`~bilevel.cleaning.verdict`, the fit to both predicts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,8 @@ def clean(
             pool.loss,
         )
     verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
+    if signs is not None and checked is None:
+        pool = _believed(pool, signs.belief, fit_sharpness(pooled[1].judged, fits.given)[0])
     # The cleaned model is fitted to all samples with the final verdicts.
     pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}
@@ -223,6 +226,20 @@ def _alone(logits: Array, given: Array) -> tuple[Array, NoiseModel]:
 def _single(sharpness: float, classes: int) -> Pool:
     """A pool of one model, of which no trusted sample says how good it is."""
     return Pool(np.array([sharpness]), np.zeros(classes), float("nan"))
+
+
+def _believed(pool: Pool, belief: float, sharpness: float) -> Pool:
+    """The pool as far as labels are wrong, and otherwise the fit to all of them, the second.
+
+    If no label is wrong, that fit has seen the trusted samples and many more, and what a few
+    trusted samples say about the others is chance.
+    """
+    alone = sharpness * np.eye(len(pool.coefficients))[1]
+    return replace(
+        pool,
+        coefficients=belief * pool.coefficients + (1 - belief) * alone,
+        bias=belief * pool.bias,
+    )
 
 
 def _compared(logits: Array, labels: Array) -> Compared:
