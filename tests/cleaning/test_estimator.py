@@ -162,6 +162,15 @@ def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.03
 
 
+def test_where_no_label_is_wrong_a_few_trusted_rows_predict_little() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(1000, 30))
+    y = (X[:, :10].sum(1) + rng.normal(size=1000) > 0).astype(int)
+    cleaner = LabelCleaner(random_state=0).fit(X[20:], y[20:], X_clean=X[:20], y_clean=y[:20])
+    by_trusted = cleaner.settings_["part of trusted only"]
+    assert by_trusted < 0.1 * cleaner.settings_["part of noisy and trusted"]
+
+
 @pytest.mark.slow
 def test_a_classifier_of_scikit_learn(insects: Insects) -> None:
     model = RandomForestClassifier(30, min_samples_leaf=5, random_state=0)

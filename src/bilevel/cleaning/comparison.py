@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bilevel.cleaning.learners import HeldBack, Learner
-from bilevel.cleaning.noise import Array, cross_entropy, fit_sharpness
+from bilevel.cleaning.noise import Array, by_class, cross_entropy, fit_sharpness
 from bilevel.cleaning.rows import FeatureRows
 from bilevel.cleaning.softmax import SoftmaxRegression
 from bilevel.cleaning.task import CleaningTask
@@ -78,7 +78,7 @@ class CrossFits:
 
         def scored(ridge: float) -> tuple[float, tuple[Array, list[Any]]]:
             last[:] = small.fit_several(rows, labels, weights, ridge, [None] * len(folds), last)
-            logits = np.empty((len(self.right), learner.classes))
+            logits = self._empty(self.right)
             for y, part in zip(last, inside, strict=True):
                 logits[part] = small.predict(y, rows.part(_places(part))).double().numpy()
             logits = self._neutral(logits)
@@ -117,7 +117,7 @@ class CrossFits:
             return loss, last
 
         ridge, first = best_ridge(self._learner.ridges, scored)
-        judged = np.empty((len(self.given), self._learner.classes))
+        judged = self._empty(self.given)
         judged[inside] = self._predict(first, some)
         parts = [self._judged_fold == number for number in self._folds()[1:]]
         wanted = [(~part, none) for part in parts]
@@ -173,8 +173,8 @@ class CrossFits:
             ridge: the ridge.
             start: each fold starts from the same fold of this fit, which has not seen it either.
         """
-        judged = np.empty((len(self.given), self._learner.classes))
-        trusted = np.empty((len(self.right), self._learner.classes))
+        judged = self._empty(self.given)
+        trusted = self._empty(self.right)
         parts = [self._judged_fold == number for number in self._folds()]
         checks = [self._trusted_fold == number for number in self._folds()]
         wanted = [
@@ -231,8 +231,10 @@ class CrossFits:
         return self._trusted_rows.part(some), torch.from_numpy(self.right)[some]
 
     def _predict(self, y: Any, rows: FeatureRows) -> Array:
-        logits: Array = self._learner.predict(y, rows).double().numpy()
-        return logits
+        return by_class(self._learner.predict(y, rows))
+
+    def _empty(self, labels: Array) -> Array:
+        return np.empty((len(labels), self._learner.classes), order="F")
 
 
 def best_ridge(

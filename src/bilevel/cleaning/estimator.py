@@ -57,9 +57,10 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     x_i in [0, 1]. These models, one fitted to the trusted samples and one to the others say which
     labels are more probably wrong than right, and a cleaned model is trained without them. On
     trusted samples that they were not fitted to, the fits to the trusted samples, to the others, to
-    both and the cleaned one are compared (``comparison_``) and pooled. The pool predicts; with an
-    estimate of how labels come about, by class and by features, it determines the probability that
-    a label is right: its ``label_quality``, by models that were not fitted to that label.
+    both and the cleaned one are compared (``comparison_``) and pooled. The pool predicts, as far as
+    labels seem to be wrong at all, and otherwise the fit to both; with an estimate of how labels
+    come about, by class and by features, it determines the probability that a label is right: its
+    ``label_quality``, by models that were not fitted to that label.
 
     The trusted samples are given to :meth:`fit`, either as separate samples (``X_clean``,
     ``y_clean``) or as rows of X (``trusted``); from about ten on they help, and a class may lack

@@ -146,13 +146,9 @@ class Learner(Fitter):
         places = torch.split(torch.arange(len(rows)), rows.chunk)
         return torch.cat([self.fold_logits(y, rows.take(some)) for some in places])
 
-    def weighted_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
-        """sum_i w_i CE_i over the given samples."""
-        return weights @ cross_entropy(self.logits(y, features), labels, reduction="none")
-
-    def fold_losses(self, y: Any, features: Features, labels: Tensor) -> Tensor:
-        """CE_i by each of several copies of the variables, of shape (rows, folds)."""
-        return fold_losses(self.fold_logits(y, features), labels)
+    def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
+        """sum_mi w_mi CE_mi by each copy m of the variables, with weights of shape (m, rows)."""
+        return (weights.T * fold_losses(self.fold_logits(y, features), labels)).sum()
 
 
 def fold_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -160,8 +160,8 @@ class _Training:
         for step, index in enumerate(self._learner.minibatches(self.kept), start=1):
             optimizer.zero_grad()
             features, labels = self._rows.take(index), self._labels[index]
-            loss = self._learner.weighted_loss(module, features, labels, self._weights[index])
-            (loss / len(index)).backward()  # type: ignore[no-untyped-call]
+            losses = cross_entropy(self._learner.logits(module, features), labels, reduction="none")
+            (self._weights[index] @ losses / len(index)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
             yield step

@@ -13,12 +13,13 @@
    probably wrong than right, see :mod:`~bilevel.cleaning.noise`, and a model is fitted without
    them: the cleaned one.
 3. The fits are compared on trusted samples that they were not fitted to, and pooled. The pool
-   predicts, and judges labels; where one model is best, the others have little weight in it.
+   predicts, and judges labels; where one model is best, the others have little weight in it. As far
+   as no label seems to be wrong, see :mod:`~bilevel.cleaning.verdict`, the fit to both predicts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from bilevel.cleaning.noise import (
     Array,
     NoiseModel,
     Pool,
+    by_class,
     fit_noise,
     fit_pool,
     fit_sharpness,
@@ -124,6 +126,8 @@ def clean(
             pool.loss,
         )
     verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
+    if signs is not None and checked is None:
+        pool = _believed(pool, signs.belief, fit_sharpness(pooled[1].judged, fits.given)[0])
     # The cleaned model is fitted to all samples with the final verdicts.
     pooled[-1] = fits.again(pooled[-1], (verdict.quality >= 0.5).astype(float))
     chosen: dict[str, float] = {}
@@ -175,11 +179,11 @@ def _verified(
         assert task.rows is not None
         on_trusted = searcher.predict_folds(learned.model, task.rows.part(task.trusted))
         place = task.fold[task.trusted][:, None, None].expand(-1, 1, searcher.classes)
-        first.append(on_trusted.gather(1, place).squeeze(1).double().numpy())
+        first.append(by_class(on_trusted.gather(1, place).squeeze(1)))
         on_judged = searcher.predict_folds(learned.model, task.rows.part(task.judged)).double()
         for number, some in enumerate(firsts):
-            some.append(on_judged[:, number].numpy())
-        whole.append(on_judged.mean(1).numpy())
+            some.append(by_class(on_judged[:, number]))
+        whole.append(by_class(on_judged.mean(1)))
     early = fit_pool(first, fits.right)
 
     noise = fit_noise(early.probabilities(whole), frequency, votes)
@@ -224,6 +228,20 @@ def _single(sharpness: float, classes: int) -> Pool:
     return Pool(np.array([sharpness]), np.zeros(classes), float("nan"))
 
 
+def _believed(pool: Pool, belief: float, sharpness: float) -> Pool:
+    """The pool as far as labels are wrong, and otherwise the fit to all of them, the second.
+
+    If no label is wrong, that fit has seen the trusted samples and many more, and what a few
+    trusted samples say about the others is chance.
+    """
+    alone = sharpness * np.eye(len(pool.coefficients))[1]
+    return replace(
+        pool,
+        coefficients=belief * pool.coefficients + (1 - belief) * alone,
+        bias=belief * pool.bias,
+    )
+
+
 def _compared(logits: Array, labels: Array) -> Compared:
     return Compared(fit_sharpness(logits, labels)[1], _accuracy(logits, labels))
 
@@ -252,7 +270,7 @@ def _clearly_positive(differences: Array) -> bool:
 def _from_predictions(task: CleaningTask) -> CleaningResult:
     """Judge labels by the predictions of a model of the user's."""
     assert task.predictions is not None
-    judged, trusted = task.predictions[task.judged], task.predictions[task.trusted]
+    judged, trusted = (by_class(task.predictions[i]) for i in (task.judged, task.trusted))
     given, right = task.labels[task.judged].numpy(), task.labels[task.trusted].numpy()
     sharpness, _ = fit_sharpness(judged, given)
     frequency = softmax(sharpness * judged, 1)

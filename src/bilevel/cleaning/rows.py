@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -128,31 +127,10 @@ class SparseFeatures:
         return torch.from_numpy(self.matrix @ other.detach().numpy())
 
 
-def product(features: Features, weight: Tensor) -> Tensor:
-    """The matrix product; differentiable once, and only by the weight."""
-    result: Tensor = _Product.apply(features, weight)  # type: ignore[no-untyped-call]
-    return result
-
-
 def linear(rows: FeatureRows, weight: Tensor, bias: Tensor) -> Tensor:
     """A W + b for the rows A, a few rows at a time."""
     places = torch.split(torch.arange(len(rows)), rows.chunk)
     return torch.cat([rows.take(some) @ weight + bias for some in places])
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Features, weight: Tensor) -> Tensor:
-        ctx.features = features
-        return features @ weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        if isinstance(ctx.features, Tensor):
-            # The gradient has few columns; in this order the large matrix is read sequentially.
-            return None, (gradient.T @ ctx.features).T
-        return None, ctx.features.T @ gradient
 
 
 class Scaler:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from scipy.optimize import minimize
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
-from bilevel.cleaning.rows import DenseRows, FeatureRows, Features, product
+from bilevel.cleaning.rows import DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
 
 _MOMENTUM = 0.8
@@ -61,9 +62,25 @@ class SoftmaxRegression(Learner):
     def fold_logits(self, y: Any, features: Features) -> Tensor:
         return self.logits(y, features).view(len(features), -1, self.classes)
 
+    def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
+        loss: Tensor = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
+            y["weight"], y["bias"], weights, self, features, labels
+        )
+        return loss
+
     def logits(self, y: Any, features: Features) -> Tensor:
         plain = self.finished(y)
-        return product(features, plain["weight"]) + plain["bias"]
+        return (features @ plain["weight"]).add_(plain["bias"])
+
+    def gradient(self, slope: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+        """The gradients by W and b, from that by the logits, of shape (columns of W, rows)."""
+        if isinstance(features, Tensor):
+            # The slope has few rows; in this order the large matrix is read sequentially.
+            by_weight = (slope @ features).T
+        else:
+            by_weight = features.T @ slope.T.contiguous()
+        by_offset = slope.sum(1)
+        return torch.addr(by_weight, self._mean, by_offset, alpha=-1), self._scale * by_offset
 
     def finished(self, y: Any) -> dict[str, Tensor]:
         """The W and b for which the logits are a W + b."""
@@ -150,35 +167,26 @@ class SoftmaxRegression(Learner):
         shares = weights[:, kept] / weights.sum(1, keepdim=True)
         shape = self.width, count * self.classes
         size = shape[0] * shape[1]
-        mean = self._mean.double()
 
-        def unpacked(flat: Any) -> tuple[Tensor, Tensor]:
-            values = torch.from_numpy(flat)
-            return values[:size].view(shape), values[size:]
+        def unpacked(flat: Any) -> dict[str, Tensor]:
+            values = torch.from_numpy(flat).float()
+            return {"weight": values[:size].view(shape), "bias": values[size:]}
 
         def objective(flat: Any) -> tuple[float, Any]:
-            weight, bias = unpacked(flat)
-            offset = (self._scale * bias - mean @ weight).float()
-            logits = (features @ weight.float()).add_(offset)
-            loss, slope = loss_and_gradient(logits, labels, shares)
-            if isinstance(features, Tensor):
-                # The slope has few rows; in this order the large matrix is read sequentially.
-                by_weight = (slope @ features).T.double()
-            else:
-                by_weight = (features.T @ slope.T.contiguous()).double()
-            by_offset = slope.sum(1, dtype=torch.float64)
-            by_weight = by_weight - torch.outer(mean, by_offset) + 2 * ridge * weight
-            gradient = torch.cat([by_weight.reshape(-1), self._scale * by_offset])
-            return float(loss) + ridge * float((weight * weight).sum()), gradient.numpy()
+            y = unpacked(flat)
+            loss, slope = loss_and_gradient(self.logits(y, features), labels, shares)
+            by_weight, by_bias = self.gradient(slope, features)
+            by_weight.add_(y["weight"], alpha=2 * ridge)
+            gradient = torch.cat([by_weight.reshape(-1), by_bias]).double()
+            return float(loss) + ridge * float(self.penalty(y)), gradient.numpy()
 
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        ftol = 1e-6 if len(kept) * self.width > _SMALL else 1e-9
+        ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-9
         options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
-        weight, bias = unpacked(found.x)
-        every = {"weight": weight.float(), "bias": bias.float()}
+        every = unpacked(found.x)
         return [self.fold(every, number) for number in range(count)]
 
     def compressed(self, rows: FeatureRows) -> Compressed:
@@ -229,28 +237,69 @@ class Compressed:
         )
 
 
+class _WeightedLoss(torch.autograd.Function):
+    """sum_mi w_mi CE_mi by several copies of W and b; differentiable once, by these and by w."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        bias: Tensor,
+        weights: Tensor,
+        learner: SoftmaxRegression,
+        features: Features,
+        labels: Tensor,
+    ) -> Tensor:
+        logits = learner.logits({"weight": weight, "bias": bias}, features)
+        losses, exponentials, sums = _losses(logits, labels, learner.classes)
+        ctx.learner, ctx.features = learner, features
+        ctx.save_for_backward(labels, exponentials, sums, weights, losses)
+        return (weights * losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, weights, losses = ctx.saved_tensors
+        of_model: tuple[Tensor | None, Tensor | None] = None, None
+        if ctx.needs_input_grad[0]:
+            labels, exponentials, sums = saved
+            slope = _slope(labels, exponentials, sums, gradient * weights)
+            of_model = ctx.learner.gradient(slope, ctx.features)
+        return *of_model, gradient * losses, None, None, None
+
+
 def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """sum_mi w_mi CE_mi of logits (n, m k), and its gradient by them, of shape (m k, n).
-
-    With few classes it takes a tenth of the time of torch's cross entropy, which processes the
-    logits sample by sample: here a row is a class, and the gradient is computed with the value.
 
     Args:
         logits: those of m models with k classes each, side by side.
         labels: the classes, of shape (n).
         weights: of shape (m, n).
     """
-    models, count = weights.shape
-    by_class = logits.T.contiguous().view(models, -1, count)
+    losses, exponentials, sums = _losses(logits, labels, logits.shape[1] // len(weights))
+    return (weights * losses).sum(), _slope(labels, exponentials, sums, weights)
+
+
+def _losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """CE_mi, of shape (m, n); the exponentials of the logits, (m, k, n), and their sums.
+
+    With few classes it takes a tenth of the time of torch's cross entropy, which processes the
+    logits sample by sample: here a row is a class.
+    """
+    by_class = logits.T.contiguous().view(-1, classes, len(labels))
     by_class -= by_class.amax(1, keepdim=True)
-    index = labels.expand(models, 1, count)
-    given = by_class.gather(1, index).squeeze(1)
+    given = by_class.gather(1, labels.expand(len(by_class), 1, -1)).squeeze(1)
     exponentials = by_class.exp_()
     sums = exponentials.sum(1)
-    loss = (weights * (sums.log() - given)).sum()
-    gradient = exponentials.mul_((weights / sums).unsqueeze(1))
-    gradient.scatter_add_(1, index, -weights.unsqueeze(1))
-    return loss, gradient.view(-1, count)
+    return sums.log() - given, exponentials, sums
+
+
+def _slope(labels: Tensor, exponentials: Tensor, sums: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of sum_mi w_mi CE_mi by the logits, of shape (m k, n)."""
+    slope = exponentials * (weights / sums).unsqueeze(1)
+    index = labels.expand(len(slope), 1, -1)
+    slope.scatter_add_(1, index, -weights.unsqueeze(1))
+    return slope.view(-1, len(labels))
 
 
 def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
@@ -264,14 +313,19 @@ def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
     if len(rows) > _ROWS_FOR_CURVATURE:
         some = torch.randperm(len(rows), generator=generator)[:_ROWS_FOR_CURVATURE]
         features = rows.take(some)
-    v = torch.randn(len(mean), 1, generator=generator)
-    v = v / v.norm()
     largest = 0.0
-    for _ in range(steps):
-        image = features @ v - mean @ v
-        v = features.T @ image / len(features) - mean.unsqueeze(1) * image.mean()
-        largest = float(v.norm())
-        if largest == 0:
-            break
-        v = v / largest
-    return mean, largest**0.5 or 1.0  # constant features have no scale, and any will do
+    if isinstance(features, Tensor) and 8 * len(mean) < len(features):
+        centred = features - mean
+        largest = float(torch.linalg.eigvalsh(centred.T @ centred / len(features))[-1])
+    else:  # power iteration, which never forms the covariance of many features
+        v = torch.randn(len(mean), 1, generator=generator)
+        v = v / v.norm()
+        for _ in range(steps):
+            image = features @ v - mean @ v
+            v = features.T @ image / len(features) - mean.unsqueeze(1) * image.mean()
+            before, largest = largest, float(v.norm())
+            if largest - before <= 1e-4 * largest:  # also where there is no spread at all
+                break
+            v = v / largest
+    # Constant features have no scale, and any will do.
+    return mean, max(largest, 0.0) ** 0.5 or 1.0

@@ -13,6 +13,7 @@ from bilevel.cleaning.noise import (
     UNIDENTIFIED,
     Array,
     NoiseModel,
+    by_class,
     fit_noise,
     fit_pool,
     fit_sharpness,
@@ -101,7 +102,7 @@ def signs_of_noise(
     """
     every = -(-len(given) // _MOST_FOR_NOISE)
     judged, given = [z[::every] for z in judged], given[::every]
-    models = [np.concatenate(pair) for pair in zip(judged, trusted, strict=True)]
+    models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
     one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
     gained = float(_losses(one, right).sum()) - len(right) * loss
     shares = np.bincount(right, minlength=one.shape[1]) / len(right)

@@ -102,7 +102,8 @@ def _problem(learner: Learner, task: CleaningTask) -> Problem:
     """Both objectives as functions of minibatches of sample numbers."""
     rows, labels, train = task.rows, task.labels, task.train
     assert rows is not None
-    scale = task.folds / max(task.folds - 1, 1)  # each sample is in the upper level of all but one
+    outside = (task.fold != torch.arange(task.folds)[:, None]).float()
+    outside *= task.folds / max(task.folds - 1, 1)  # each sample is outside all folds but one
     last: list[Any] = [None, None, None]  # the two copies of y ask for the same samples in turn
 
     def samples(index: Tensor) -> tuple[Any, Tensor]:
@@ -113,13 +114,12 @@ def _problem(learner: Learner, task: CleaningTask) -> Problem:
 
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
         features, given = samples(index)
-        losses = learner.fold_losses(y, features, given)
-        return (x[:, index].T * losses).sum() / len(index) + learner.ridge * learner.penalty(y)
+        loss = learner.fold_loss(y, features, given, x[:, index])
+        return loss / len(index) + learner.ridge * learner.penalty(y)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        outside = (task.fold[index, None] != torch.arange(task.folds)).float()
-        losses = learner.fold_losses(y, rows.take(index), labels[index])
-        return (losses * outside).sum() / len(index) * scale
+        loss = learner.fold_loss(y, rows.take(index), labels[index], outside[:, index])
+        return loss / len(index)
 
     return Problem(upper, lower, x_set=Box(0, 1))
 
