@@ -344,6 +344,16 @@ CASES: dict[str, Case] = {
         lambda p: p["train"].write_text(p["train"].read_text() + '1,2,hill,"walks,ant\n'),
         "cannot be read as CSV",
     ),
+    "a zero byte in a label": Case(
+        CSV,
+        text("train", lambda t: t + "1,2,hill,walks,an\0t\n"),
+        "has a zero byte in line 242",
+    ),
+    "a zero byte in a number": Case(
+        CSV,
+        text("train", lambda t: t + "1,\0002,hill,walks,ant\n" + "1,2,hill,walks,ant\n" * 9),
+        "has a zero byte in line 242",
+    ),
     "semicolons": Case(
         CSV, text("train", lambda t: t.replace(",", ";")), "separated by ';', not by ','"
     ),

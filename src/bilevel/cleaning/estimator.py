@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bilevel.cleaning.classifier import ClassifierLearner
 from bilevel.cleaning.comparison import CLEANED
+from bilevel.cleaning.device import computed_on_cpu
 from bilevel.cleaning.inputs import (
     Labels,
     as_our_own,
@@ -148,6 +149,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.checkpoint = checkpoint
         self.random_state = random_state
 
+    @computed_on_cpu
     def fit(
         self,
         X: Any,
@@ -371,6 +373,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         probabilities: Array = self._logits(X).softmax(1).numpy()
         return probabilities
 
+    @computed_on_cpu
     def _logits(self, X: Any) -> Tensor:
         check_is_fitted(self)
         if self._learner is None:

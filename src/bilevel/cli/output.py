@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bilevel import __version__
-from bilevel.data.output import check_file, printable
-from bilevel.errors import BilevelError, OutputError
+from bilevel.data.output import check_file, file_written
+from bilevel.errors import BilevelError
 from bilevel.experiments import Ledger, torch_threads
 
 P = ParamSpec("P")
@@ -106,10 +106,6 @@ def write_json(path: Path | None, figures: Any) -> None:
     """Write the figures to the file of ``--json``, if it was given."""
     if path is None:
         return
-    try:
-        path.write_text(json.dumps(figures, indent=2) + "\n")
-    except OSError as error:
-        raise OutputError(
-            f"{printable(path)} cannot be written: {error.strerror or error}"
-        ) from error
+    with file_written(path) as part:
+        part.write_text(json.dumps(figures, indent=2) + "\n")
     console.print(f"figures: {path}", soft_wrap=True)

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,50 @@ def check_file(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise OutputError(f"{name} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def file_written(path: Path) -> Iterator[Path]:
+    """Give a path to write to, whose file is at ``path`` when the block ends.
+
+    Where it cannot be written, as on a full disk, what was at ``path`` before is there still. A
+    link, and the permissions of an existing file, stay. A pipe, a device and a file in a folder
+    that is closed to new ones are written as they are.
+
+    Raises:
+        OutputError: it cannot be written; the message says why.
+    """
+    place = Path(os.path.realpath(path))
+    part: Path | None = None
+    try:
+        if place.is_file() or not os.path.lexists(place):
+            part = _beside(place)
+        yield part or place
+        if part is not None:
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            part.chmod(place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask())
+            part.replace(place)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(path)} cannot be written: {error.strerror or error}"
+        ) from error
+    finally:
+        if part is not None:
+            with suppress(OSError):  # on a disk that fails it may not be removable either
+                part.unlink(missing_ok=True)
+
+
+def _beside(place: Path) -> Path | None:
+    """A new empty file in the folder of ``place``; None: only that file itself can be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=STAGE, suffix=place.suffix, dir=place.parent)
+    except PermissionError:
+        if place.exists():
+            return None
+        raise
+    os.close(descriptor)
+    return Path(name)
 
 
 def printable(path: Path | str) -> str:

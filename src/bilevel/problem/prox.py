@@ -50,7 +50,7 @@ class Term:
             raise ArgumentTypeError(
                 f"weight must be a number, a tensor or a function of x, not {self.weight!r}"
             )
-        if not bool((torch.as_tensor(self.weight) >= 0).all()):  # also refuses NaN
+        if not bool((_as_tensor(self.weight) >= 0).all()):  # also refuses NaN
             raise ArgumentError(f"weight must be at least 0, not {self.weight!r}")
 
     def at(self, x: Any) -> Tensor:
@@ -61,7 +61,7 @@ class Term:
                 f"the weight of {type(self).__name__} must be a number or a tensor, but the "
                 f"function of x returned {weight!r}"
             )
-        return torch.as_tensor(weight)
+        return _as_tensor(weight)
 
     def value(self, y: Tensor, weight: Tensor) -> Tensor:
         """The scalar w r(y)."""
@@ -150,6 +150,13 @@ class Prox(Term):
     def prox(self, y: Tensor, weight: Tensor) -> Tensor:
         assert self.map is not None
         return self.map(y, weight)
+
+
+def _as_tensor(weight: Any) -> Tensor:
+    """The weight; a number keeps all its digits, and is on the CPU, whatever the default is."""
+    if isinstance(weight, Tensor):
+        return weight
+    return torch.tensor(weight, dtype=torch.float64, device="cpu")
 
 
 def terms_of(y: Variable, given: Any) -> list[Term | None]:

@@ -26,7 +26,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
-from bilevel.sampling import DirectionSize, Episodes, EpisodicDraw
+from bilevel.sampling import DirectionSize, Draw, Episodes, EpisodicDraw, interrupts
 from bilevel.stepping import GivenSizes, StepSizePolicy
 from bilevel.variables import Variable, local_part
 
@@ -236,16 +236,39 @@ class Solver(Resumable):
         gradient raises :class:`bilevel.errors.NonFiniteError` before it is applied to anything; the
         state is then finite, in the middle of the step. (What an optimizer of the user's own makes
         of finite gradients is seen at the next evaluation.)
+
+        After an interrupt, such as Ctrl-C, the next step sees the samples and random numbers of the
+        one that was interrupted, unless they are batches of an iterable, which are used up. The
+        copies of y stay where its inner steps have brought them. To go on with the bits of a run
+        that was not interrupted, load a :meth:`state_dict` of before, or use a checkpoint of
+        :func:`bilevel.minimize`, with which Ctrl-C waits for the end of the step.
         """
         # Fast path: compiled code alone needs no RNG or autograd context.
         if self.evaluator.closed:
+            mark = self.draw.mark()
             try:
                 return self.evaluator.outer_step(self.method.step, self.state, measure=measure)
             except BaseException as error:
                 self._clean_up(error)
+                self._put_back(self.draw, mark, error)
                 raise
-        with self._running(), self._alone_in_step():
+        with self._running(), self._alone_in_step(), self._samples_kept():
             return self.evaluator.outer_step(self.method.step, self.state, measure=measure)
+
+    @contextmanager
+    def _samples_kept(self) -> Iterator[None]:
+        """For a step: an interrupt puts the streams back to where they were."""
+        draw = self.draw
+        mark = draw.mark()
+        try:
+            yield
+        except BaseException as error:
+            self._put_back(draw, mark, error)
+            raise
+
+    def _put_back(self, draw: Draw, mark: Any, error: BaseException) -> None:
+        if interrupts(type(error)):
+            draw.go_back(mark)
 
     @contextmanager
     def _alone_in_step(self) -> Iterator[None]:
