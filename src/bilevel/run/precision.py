@@ -88,7 +88,7 @@ def _is_held(problem: Problem, x: Variable, y: Variable, batch: Any) -> bool:
     ahead = middle - step * slope / slope.abs().max().clamp(min=torch.finfo(slope.dtype).tiny)
     parts = unflatten_like(ahead.to(middle.dtype), y.leaves)
     pairs = zip(sets, parts, strict=True)
-    return any(p is not None and not torch.equal(p(part), part) for p, part in pairs)
+    return any(p is not None and not torch.equal(p(part.clone()), part) for p, part in pairs)
 
 
 def _gradients(value: Tensor, *variables: Variable) -> list[Tensor]:
