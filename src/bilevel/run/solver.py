@@ -15,6 +15,7 @@ from bilevel.engine.restart import Restart
 from bilevel.engine.stacked import TaskProblem, TaskVariable
 from bilevel.errors import (
     ArgumentError,
+    ArgumentTypeError,
     DataExhaustedError,
     NonFiniteError,
     ObjectiveError,
@@ -182,7 +183,7 @@ class Solver(Resumable):
     def x(self, value: Any) -> None:
         state = self.state
         self.settle()
-        state.x_update.restart(self._placed(state.x, value))
+        state.x_update.restart(self._placed("x", state.x, value))
         state.reset_estimators()
         if type(state.policy) is not GivenSizes:  # what it has found belongs to the old x
             state.policy = self._new_policy()
@@ -201,13 +202,17 @@ class Solver(Resumable):
     @y.setter
     def y(self, value: Any) -> None:
         self.settle()
-        self.state.restart(self._placed(self.state.solution, value))
+        self.state.restart(self._placed("y", self.state.solution, value))
 
-    def _placed(self, variable: Variable, value: Any) -> Variable:
+    def _placed(self, called: str, variable: Variable, value: Any) -> Variable:
         """A copy of the variable at ``value``, which is in its structure."""
         placed = variable.clone()
-        tensors = placed.tensors_like(value, variable.name)
-        for name, tensor in zip(variable.names, tensors, strict=True):
+        tensors = placed.tensors_like(value, called)
+        for path, tensor in zip(variable.names, tensors, strict=True):
+            name = called + path.removeprefix(variable.name)
+            if tensor.is_complex() or tensor.is_meta:
+                what = "complex numbers" if tensor.is_complex() else "a tensor without values"
+                raise ArgumentTypeError(f"{name} is set to {what}")
             if not bool(torch.isfinite(local_part(tensor)).all()):
                 raise ArgumentError(f"{name} is set to a number that is not finite")
         with torch.no_grad(), self._reaching():
