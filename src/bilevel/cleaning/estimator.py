@@ -21,10 +21,12 @@ from bilevel.cleaning.comparison import CLEANED
 from bilevel.cleaning.device import computed_on_cpu
 from bilevel.cleaning.inputs import (
     Labels,
+    as_array,
     as_our_own,
     checked_predictions,
     is_pandas_index,
     majority_of,
+    refuse_missing_in_sparse,
     refuse_mixed_labels,
     refuse_text,
     stacked,
@@ -423,8 +425,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         """Check both: X becomes an array or CSR matrix of finite numbers, y an array of labels."""
-        X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
-        y = y.detach().cpu().numpy() if isinstance(y, Tensor) else y
+        X, y = as_array(X), as_array(y)
         refuse_text(X)
         options: dict[str, Any] = {
             "accept_sparse": "csr",
@@ -435,9 +436,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         }
         with as_our_own():
             if y is None and not reset:
-                return validate_data(self, X, **options), None
+                X = validate_data(self, X, **options)
+                refuse_missing_in_sparse(X)
+                return X, None
             refuse_mixed_labels(y)
             X, y = validate_data(self, X, y, **options)
+            refuse_missing_in_sparse(X)
             if isinstance(X, np.ndarray) and np.isnan(X).all():
                 raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
             check_classification_targets(y)

@@ -1,0 +1,76 @@
+"""Features in odd units and kinds, and predictions that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from bilevel import LabelCleaner
+from bilevel.cleaning.rows import Scaler
+from bilevel.errors import ArgumentError, ArgumentTypeError
+
+RNG = np.random.default_rng(0)
+TRUE = RNG.integers(2, size=90)
+X = RNG.normal(size=(90, 3)) + 3 * np.eye(2, 3)[TRUE]
+Y = np.where(RNG.random(90) < 0.2, 1 - TRUE, TRUE)
+
+
+def fitted(features: Any) -> LabelCleaner:
+    cleaner = LabelCleaner(max_steps=10)
+    return cleaner.fit(features[30:], Y[30:], X_clean=features[:30], y_clean=TRUE[:30])
+
+
+@pytest.mark.parametrize("as_sparse", [False, True])
+@pytest.mark.parametrize("unit", [1e-200, 1e200])
+def test_features_in_any_unit_are_scaled_alike(unit: float, as_sparse: bool) -> None:
+    features = X.copy()
+    features[3, 1] = 0 if as_sparse else np.nan
+    features = np.c_[features, np.zeros(90)]
+
+    def scaled(given: Any) -> Any:
+        kind = sparse.csr_matrix(given) if as_sparse else given
+        return Scaler(kind, standardize=True, dense=True).rows(kind).take(torch.arange(90))
+
+    expected = scaled(features)
+    torch.testing.assert_close(scaled(features * unit), expected)
+    assert float(expected.std()) > 0.5
+
+
+def test_features_in_large_units_are_judged_as_in_others() -> None:
+    cleaner, expected = fitted(X * 1e200), fitted(X)
+    np.testing.assert_allclose(cleaner.label_quality_, expected.label_quality_, atol=1e-3)
+
+
+def test_tensors_of_every_kind_are_taken_or_refused() -> None:
+    halved = torch.tensor(X).bfloat16()
+    assert np.array_equal(
+        fitted(halved).label_quality_, fitted(halved.float().numpy()).label_quality_
+    )
+    with pytest.raises(ArgumentTypeError, match="layout"):
+        LabelCleaner().fit(torch.tensor(X).to_sparse(), Y)
+    with pytest.raises(ArgumentTypeError, match="meta device"):
+        LabelCleaner().fit(torch.tensor(X).to("meta"), Y)
+
+
+def test_what_is_missing_in_a_sparse_matrix_is_refused() -> None:
+    features = X.copy()
+    features[40, 0] = np.nan
+    with pytest.raises(ArgumentError, match="X is sparse and has NaN"):
+        fitted(sparse.csr_matrix(features))
+    cleaner = fitted(sparse.csr_matrix(X))
+    with pytest.raises(ArgumentError, match="X is sparse and has NaN"):
+        cleaner.predict(sparse.csr_matrix(features))
+
+
+@pytest.mark.parametrize("spoil", [lambda p: p * 2, lambda p: p - 0.5, lambda p: p * np.nan])
+def test_predictions_that_are_no_probabilities_are_refused(spoil: Any) -> None:
+    p = np.where(TRUE[:, None] == [0, 1], 0.9, 0.1)
+    p[7] = spoil(p[7])
+    with pytest.raises(ArgumentError, match=r"pred_probs must be probabilities.*row 7"):
+        LabelCleaner().fit(None, Y, pred_probs=p)
+    with pytest.raises(ArgumentError):
+        LabelCleaner().fit(None, Y, pred_probs=[["much", "little"]] * 90)
