@@ -376,6 +376,28 @@ CASES: dict[str, Case] = {
     "figures in the place of a folder": Case(
         CSV, lambda p: 0, "is a folder, not a file", ("--label", "label", "--json", ".")
     ),
+    "figures in the place of what is read": Case(
+        CSV, lambda p: 0, "is read or written", ("--label", "label", "--json", "trusted.csv")
+    ),
+    "figures in the place of a result": Case(
+        CSV, lambda p: 0, "is read or written", ("--label", "label", "--json", "out/labels.csv")
+    ),
+    "results in the place of what is read": Case(
+        lambda animals, folder: {
+            name: path.rename(folder / file)
+            for (name, path), file in zip(
+                animals.write_csv(folder).items(),
+                ("corrected.csv", "labels.csv", "fresh.csv"),
+                strict=True,
+            )
+        },
+        lambda p: 0,
+        "labels.csv is read",
+        ("--label", "label", "--overwrite", "--out", "."),
+    ),
+    "trusted is what is to be judged": Case(
+        CSV, lambda p: 0, "both as the samples", ("--label", "label", "--trusted", "train.csv")
+    ),
     "checkpoints among the results": Case(
         CSV,
         lambda p: 0,

@@ -74,3 +74,9 @@ def test_predictions_that_are_no_probabilities_are_refused(spoil: Any) -> None:
         LabelCleaner().fit(None, Y, pred_probs=p)
     with pytest.raises(ArgumentError):
         LabelCleaner().fit(None, Y, pred_probs=[["much", "little"]] * 90)
+
+
+@pytest.mark.filterwarnings("ignore:The number of unique classes")
+def test_as_many_classes_as_rows_are_told() -> None:
+    with pytest.raises(ArgumentError, match="the 90 classes of the 90 rows are too many"):
+        LabelCleaner().fit(X, np.arange(90))

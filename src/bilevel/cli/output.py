@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -95,11 +95,11 @@ def open_ledger(command: str, folder: Path | None, resume: bool, **options: Any)
     return Ledger(folder=folder, options=options, resume=resume)
 
 
-def check_files(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, before the work is done."""
+def check_files(*paths: Path | None, apart: Collection[Path] = ()) -> None:
+    """Refuse files that cannot be written, or are among ``apart``, before the work is done."""
     for path in paths:
         if path is not None:
-            check_file(path)
+            check_file(path, apart)
 
 
 def write_json(path: Path | None, figures: Any) -> None:

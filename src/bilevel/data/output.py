@@ -44,6 +44,13 @@ def check(
     for given in inputs:
         if os.path.isdir(given) and place.is_relative_to(given.resolve()):
             raise OutputError(f"{name} lies in {printable(given)}, which holds samples")
+    read = {os.path.realpath(given) for given in inputs}
+    for file in files:
+        if os.path.realpath(place / file) in read:
+            raise OutputError(
+                f"{printable(folder / file)} is read, and a file of results has its name; name "
+                f"another folder"
+            )
     for other in apart:
         if other is not None and other.resolve().is_relative_to(place):
             raise OutputError(
@@ -71,13 +78,19 @@ def check(
         raise OutputError(f"{name} cannot be written to: {error.strerror or error}") from error
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, apart: Collection[Path] = ()) -> None:
     """Refuse a file that cannot be written, before the work is done, and make its parents.
+
+    Args:
+        path: the file.
+        apart: files that are read, or written by something else; it may be none of these.
 
     Raises:
         OutputError: it cannot be written; the message says why.
     """
     name = printable(path)
+    if os.path.realpath(path) in {os.path.realpath(other) for other in apart}:
+        raise OutputError(f"{name} is read or written for something else; name another file")
     if os.path.isdir(path):
         raise OutputError(f"{name} is a folder, not a file; name a file in it")
     if os.path.exists(path) and not os.path.isfile(path):
