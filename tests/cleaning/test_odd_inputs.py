@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from torch import nn
 
 from bilevel import LabelCleaner
 from bilevel.cleaning.rows import Scaler
@@ -80,3 +81,29 @@ def test_predictions_that_are_no_probabilities_are_refused(spoil: Any) -> None:
 def test_as_many_classes_as_rows_are_told() -> None:
     with pytest.raises(ArgumentError, match="the 90 classes of the 90 rows are too many"):
         LabelCleaner().fit(X, np.arange(90))
+
+
+class Pair(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> Any:
+        return super().forward(rows), rows
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.LazyLinear(2), "call the lazy module once"),
+        (nn.Linear(3, 2).requires_grad_(False), "no parameter that could be trained"),
+        (nn.Identity(), "no parameter that could be trained"),
+        (nn.Linear(3, 2, device="meta"), "model is on meta"),
+        (nn.Linear(3, 2).double(), r"cannot take features of the shape \(2, 3\)"),
+        (nn.Linear(4, 2), r"cannot take features of the shape \(2, 3\)"),
+        (nn.Linear(3, 5), "one number for each of the 2 classes"),
+        (Pair(3, 2), r"of shape \(2, 2\), not tuple"),
+    ],
+    ids=str,
+)
+def test_modules_that_cannot_be_trained_here_are_refused(model: nn.Module, message: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(ArgumentError, match=message):
+        LabelCleaner(model=model).fit(X, Y, trusted=np.arange(90) < 30)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -405,7 +405,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return SoftmaxRegression(rows, classes)
         if self._is_classifier:
             return ClassifierLearner(self.model, classes)
-        return ModuleLearner(self.model, classes, self.batch_size, seed)
+        learner = ModuleLearner(self.model, classes, self.batch_size, seed)
+        learner.check(rows)
+        return learner
 
     def _check_arguments(self) -> None:
         if self._is_classifier and not all(
