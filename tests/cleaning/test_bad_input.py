@@ -344,6 +344,16 @@ CASES: dict[str, Case] = {
         lambda p: p["train"].write_text(p["train"].read_text() + '1,2,hill,"walks,ant\n'),
         "cannot be read as CSV",
     ),
+    "a zero byte in a label": Case(
+        CSV,
+        text("train", lambda t: t + "1,2,hill,walks,an\0t\n"),
+        "has a zero byte in line 242",
+    ),
+    "a zero byte in a number": Case(
+        CSV,
+        text("train", lambda t: t + "1,\0002,hill,walks,ant\n" + "1,2,hill,walks,ant\n" * 9),
+        "has a zero byte in line 242",
+    ),
     "semicolons": Case(
         CSV, text("train", lambda t: t.replace(",", ";")), "separated by ';', not by ','"
     ),
@@ -365,6 +375,28 @@ CASES: dict[str, Case] = {
     ),
     "figures in the place of a folder": Case(
         CSV, lambda p: 0, "is a folder, not a file", ("--label", "label", "--json", ".")
+    ),
+    "figures in the place of what is read": Case(
+        CSV, lambda p: 0, "is read or written", ("--label", "label", "--json", "trusted.csv")
+    ),
+    "figures in the place of a result": Case(
+        CSV, lambda p: 0, "is read or written", ("--label", "label", "--json", "out/labels.csv")
+    ),
+    "results in the place of what is read": Case(
+        lambda animals, folder: {
+            name: path.rename(folder / file)
+            for (name, path), file in zip(
+                animals.write_csv(folder).items(),
+                ("corrected.csv", "labels.csv", "fresh.csv"),
+                strict=True,
+            )
+        },
+        lambda p: 0,
+        "labels.csv is read",
+        ("--label", "label", "--overwrite", "--out", "."),
+    ),
+    "trusted is what is to be judged": Case(
+        CSV, lambda p: 0, "both as the samples", ("--label", "label", "--trusted", "train.csv")
     ),
     "checkpoints among the results": Case(
         CSV,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bilevel.data.output import check, check_file, written
+from bilevel.cli.output import write_json
+from bilevel.data.output import check, check_file, file_written, written
 from bilevel.errors import OutputError
 
 
@@ -166,3 +167,64 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         check_file(tmp_path / "mine" / "figures.json")
     with pytest.raises(OutputError, match="File name too long"):
         check_file(tmp_path / ("n" * 256))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond a few bytes."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("before", [None, "{}\n"])
+def test_figures_on_a_full_disk_are_not_written_by_half(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "figures.json"
+    if before is not None:
+        path.write_text(before)
+    with full_disk(), pytest.raises(OutputError, match=r"figures.json cannot be written"):
+        write_json(path, {"loss": 0.5})
+    assert contents(tmp_path) == ({} if before is None else {"figures.json": before})
+
+
+def test_a_file_that_is_written_anew_stays_the_file_that_it_was(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "real.json").chmod(0o600)
+    (tmp_path / "link.json").symlink_to("real.json")
+    with file_written(tmp_path / "link.json") as part:
+        assert part.suffix == ".json"
+        part.write_text("new")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "new"
+    assert stat.S_IMODE((tmp_path / "real.json").stat().st_mode) == 0o600
+    write_json(tmp_path / "new.json", {})
+    assert (tmp_path / "new.json").stat().st_mode & 0o444 == 0o444 & ~_umask()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_in_a_closed_folder_is_written_where_it_is(open_folder: Path) -> None:
+    (open_folder / "mine").write_text("old")
+    (open_folder / "mine").chmod(0o666)
+    open_folder.chmod(0o555)
+    with as_nobody():
+        with file_written(open_folder / "mine") as part:
+            part.write_text("new")
+        with pytest.raises(OutputError, match="Permission"), file_written(open_folder / "other"):
+            pass
+    assert (open_folder / "mine").read_text() == "new"
+
+
+def test_a_device_stays_a_device() -> None:
+    with file_written(Path(os.devnull)) as part:
+        part.write_text("gone")
+    assert not Path(os.devnull).is_file()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -294,3 +294,78 @@ def test_functions_of_other_arguments_are_refused_by_name() -> None:
         bilevel.argmin(of_three, x, x)
     with pytest.raises(bilevel.errors.ArgumentTypeError, match="phi must be a function"):
         bilevel.fixed_point(of_one, x, x)
+
+
+@pytest.mark.parametrize("layer", ["argmin", "fixed_point"])
+@pytest.mark.parametrize(("size", "dtype"), [(1e-200, torch.float64), (1e-25, torch.float32)])
+@pytest.mark.parametrize("large", [False, True])
+def test_gradients_do_not_depend_on_the_unit_of_what_comes_back(
+    layer: str, size: float, dtype: torch.dtype, large: bool
+) -> None:
+    A, B = (part.to(dtype) for part in quadratic())
+    x = torch.ones(4, dtype=dtype, requires_grad=True)
+    y0 = torch.zeros(N, dtype=dtype)
+    if layer == "argmin":
+        y = bilevel.argmin(lambda x, y: 0.5 * y @ A @ y - (B @ x) @ y, x, y0)
+    else:
+        y = bilevel.fixed_point(lambda x, y: y - (A @ y - B @ x) / 20, x, y0)
+    unit = 1 / size if large else size
+    (found,) = torch.autograd.grad(y.sum() * unit, x)
+    assert relative(found / unit, B.T @ torch.linalg.solve(A, torch.ones_like(y))) < 1e-4
+
+
+def test_a_function_without_a_minimum_is_told() -> None:
+    x = torch.tensor(0.1, dtype=torch.float64)
+    with pytest.warns(NotConvergedWarning):
+        bilevel.argmin(lambda x, y: x * y.sum(), x, torch.zeros(3).double())
+    with pytest.warns(NotConvergedWarning, match="g is larger where its gradient is 0"):
+        bilevel.argmin(lambda x, y: (y**4 - y**2 + x * y).sum(), x, torch.zeros(1).double())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, y: y.mul_(0.5) + x, r"phi\(x, y\) writes into x or y in place"),
+        (lambda x, y: 0.5 * y + x.add_(1), r"phi\(x, y\) writes into x or y in place"),
+        (lambda x, y: torch.dropout(0.5 * y, 0.5, True) + x, r"phi\(x, y\) draws at random"),
+    ],
+)
+def test_what_is_no_function_of_x_and_y_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ObjectiveError, match=message):
+        bilevel.fixed_point(function, torch.ones(3), torch.ones(3))
+
+
+def test_without_gradients_and_in_inference_mode() -> None:
+    x = torch.ones(2)
+    with torch.no_grad():
+        assert torch.allclose(bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, x), x)
+    with torch.inference_mode(), pytest.raises(ArgumentError, match="inference_mode"):
+        bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, x)
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (bilevel.prox.L1(torch.ones(3, 1)), "must have the shape of its argument"),
+        (bilevel.prox.L1(torch.ones(4)), r"cannot be computed for y, which has the shape \(3,\)"),
+        (bilevel.prox.Group(1.0, dim=5), "cannot be computed for y"),
+        (bilevel.prox.Nuclear(1.0), "cannot be computed for y"),
+        (bilevel.prox.Prox(1.0, lambda y: y, lambda v, t: v), "is not a scalar"),
+        (bilevel.prox.Prox(1.0, torch.sum, lambda v, t: v.sum()), "shape of its argument"),
+    ],
+)
+def test_terms_that_do_not_go_with_y_are_refused(term: Any, message: str) -> None:
+    zero = torch.zeros(3)
+    with pytest.raises(ArgumentError, match=message):
+        bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), zero, zero, y_prox=term)
+    problem = bilevel.Problem(
+        lambda x, y, batch: (y**2).sum(), lambda x, y, batch: ((y - x) ** 2).sum(), y_prox=term
+    )
+    with pytest.raises(ArgumentError, match=message):
+        bilevel.Solver(problem, zero, zero)
+
+
+def test_a_weight_that_becomes_negative_is_told() -> None:
+    x = torch.tensor([-1.0])
+    with pytest.raises(ObjectiveError, match="weight of L1 must be at least 0"):
+        bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, x, y_prox=bilevel.prox.L1(lambda x: x))

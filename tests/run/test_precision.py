@@ -52,3 +52,25 @@ def test_a_run_that_converges_is_quiet(scale: float, dtype: torch.dtype, auto: b
         warnings.simplefilter("error")
         result = run(scale, "f2sa" if auto else given(scale), dtype)
     assert float((result.x - 1).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param({"y_set": bilevel.sets.Box(-1.0, 0.0)}, id="at a bound"),
+        pytest.param({"y_prox": bilevel.prox.L1(3.0)}, id="at a kink"),
+    ],
+)
+def test_a_lower_solution_that_is_held_is_not_a_matter_of_rounding(held: dict[str, Any]) -> None:
+    def upper(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return 0.5 * ((y - 3) ** 2).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return 0.5 * ((y - x) ** 2).sum()
+
+    problem = bilevel.Problem(upper, lower, **held)
+    start = torch.ones(3), torch.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = bilevel.minimize(problem, *start, method=given(1.0), steps=9)
+    assert torch.equal(result.x, start[0])  # y*(x) is 0 here, so x does not matter

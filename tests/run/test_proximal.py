@@ -178,3 +178,9 @@ def test_compiled_and_stacked_runs_say_that_they_are_not() -> None:
         many = bilevel.minimize_many(LASSO, X0, Y0, methods=method, seeds=2, steps=3)
     assert torch.equal(plain.x, compiled.x)
     assert torch.equal(plain.x, many.runs[0].x if hasattr(many, "runs") else many[0].x)
+
+
+def test_a_weight_given_as_a_number_keeps_all_its_digits() -> None:
+    y = torch.tensor([1.0], dtype=torch.float64)
+    term = bilevel.prox.L1(0.1)
+    assert float(term.prox(y, term.at(None).to(y))) == 1 - 0.1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.problems import Quadratic
 
 RATES: dict[str, Any] = {"lower_lr": 0.3, "upper_lr": 0.1}
@@ -20,6 +20,8 @@ METHODS: dict[str, Any] = {
     "accelerated": bilevel.F2BA(**RATES, acceleration=bilevel.Nesterov(radius=100.0)),
     "f3sa": bilevel.F3SA(**RATES, momentum=0.5),
     "aid": bilevel.AID(**RATES, cg_steps=50),
+    "soba": bilevel.METHODS["soba"](**RATES),
+    "ma-soba": bilevel.METHODS["ma-soba"](**RATES),
     "adam": bilevel.F2SA(
         lower_optimizer=lambda p: torch.optim.Adam(p, lr=0.1),
         upper_optimizer=lambda p: torch.optim.Adam(p, lr=0.1),
@@ -42,6 +44,17 @@ def test_a_run_that_is_set_anywhere_is_a_new_run_from_there(name: str) -> None:
         fresh.step()
     torch.testing.assert_close(solver.x, fresh.x, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(solver.y, fresh.y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("kind", ["complex", "meta"])
+def test_what_has_no_real_values_cannot_be_set(name: str, kind: str) -> None:
+    problem = Quadratic(seed=0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=METHODS["f2sa"])
+    there = getattr(solver, name)
+    with pytest.raises(ArgumentTypeError, match=f"{name} is set to"):
+        setattr(solver, name, there * 1j if kind == "complex" else there.to("meta"))
+    assert torch.equal(getattr(solver, name), there)
 
 
 def test_what_was_found_for_auto_belongs_to_the_old_x() -> None:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bilevel.data.output import file_written
 from bilevel.errors import CheckpointError, OutputError
 from bilevel.run.checkpoint import Checkpoint
 from bilevel.run.solver import Solver
@@ -57,11 +58,5 @@ class SearchCheckpoint:
         """Save the losses, and the solver if its state is the best so far."""
         if best is not None:
             best.save(self._best)
-        part = self._file.with_suffix(".part")
-        try:
+        with file_written(self._file) as part:
             part.write_text(json.dumps({"losses": losses, "stopped": stopped}))
-            part.replace(self._file)
-        except OSError as error:
-            raise OutputError(
-                f"{str(self._file)!r} could not be written: {error.strerror or error}"
-            ) from error

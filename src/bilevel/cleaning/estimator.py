@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from bilevel.cleaning.classifier import ClassifierLearner
 from bilevel.cleaning.comparison import CLEANED
+from bilevel.cleaning.device import computed_on_cpu
 from bilevel.cleaning.inputs import (
     Labels,
+    as_array,
     as_our_own,
     checked_predictions,
     is_pandas_index,
     majority_of,
+    refuse_missing_in_sparse,
     refuse_mixed_labels,
     refuse_text,
     stacked,
@@ -149,6 +152,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.checkpoint = checkpoint
         self.random_state = random_state
 
+    @computed_on_cpu
     def fit(
         self,
         X: Any,
@@ -372,6 +376,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         probabilities: Array = self._logits(X).softmax(1).numpy()
         return probabilities
 
+    @computed_on_cpu
     def _logits(self, X: Any) -> Tensor:
         check_is_fitted(self)
         if self._learner is None:
@@ -401,7 +406,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return SoftmaxRegression(rows, classes)
         if self._is_classifier:
             return ClassifierLearner(self.model, classes)
-        return ModuleLearner(self.model, classes, self.batch_size, seed)
+        learner = ModuleLearner(self.model, classes, self.batch_size, seed)
+        learner.check(rows)
+        return learner
 
     def _check_arguments(self) -> None:
         if self._is_classifier and not all(
@@ -421,8 +428,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         """Check both: X becomes an array or CSR matrix of finite numbers, y an array of labels."""
-        X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
-        y = y.detach().cpu().numpy() if isinstance(y, Tensor) else y
+        X, y = as_array(X), as_array(y)
         refuse_text(X)
         options: dict[str, Any] = {
             "accept_sparse": "csr",
@@ -433,9 +439,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         }
         with as_our_own():
             if y is None and not reset:
-                return validate_data(self, X, **options), None
+                X = validate_data(self, X, **options)
+                refuse_missing_in_sparse(X)
+                return X, None
             refuse_mixed_labels(y)
             X, y = validate_data(self, X, y, **options)
+            refuse_missing_in_sparse(X)
             if isinstance(X, np.ndarray) and np.isnan(X).all():
                 raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
             check_classification_targets(y)

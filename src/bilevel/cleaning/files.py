@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +13,8 @@ from bilevel.cleaning.findings import CORRECTED, LABELS, REPORT, Findings, Tell,
 from bilevel.cleaning.reading import read
 from bilevel.cleaning.report import render
 from bilevel.cleaning.saved import DESCRIPTION, TENSORS
-from bilevel.data.output import harmless, written
+from bilevel.data.output import harmless, printable, written
+from bilevel.errors import InputError
 
 __all__ = ["FILES", "ColumnChoices", "clean_files", "write"]
 
@@ -44,6 +46,11 @@ def clean_files(
         tell: receives, in words, what is being done.
     """
     choices = choices or ColumnChoices()
+    if trusted is not None and os.path.realpath(trusted) == os.path.realpath(train):
+        raise InputError(
+            f"{printable(trusted)} is given both as the samples to judge and as the trusted ones; "
+            f"leave out --trusted, or give samples whose labels were checked"
+        )
     tell("reading")
     samples = read(train, label=label, id_column=id_column, text=[*choices.text, *choices.category])
     encoder = fit(samples, choices)

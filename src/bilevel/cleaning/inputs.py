@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import vstack
+import torch
+from scipy.sparse import issparse, vstack
 from sklearn.utils.validation import column_or_1d
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from bilevel.cleaning.wording import listed
 from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError
 
 Array = npt.NDArray[Any]
+
+_ROUNDED = 0.01
+"""By how much rounded probabilities may fail to add up to 1."""
 
 
 @dataclass
@@ -106,13 +111,46 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
 
 def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bool) -> Array:
     """Probabilities as logits; trusted rows must not be ``separate`` ones."""
-    logits: Array = log_probabilities(pred_probs)
+    with as_our_own():
+        given = np.asarray(pred_probs, dtype=np.float64)
+    logits: Array = log_probabilities(given)
     if logits.shape != shape or separate:
         raise ArgumentError(
             f"pred_probs must be of shape {shape}, one row for each label and one column for each "
             f"class, not {logits.shape}; trusted rows are among these, named by trusted"
         )
+    wrong = ~((given >= 0).all(1) & (np.abs(given.sum(1) - 1) <= _ROUNDED))  # also where it is NaN
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ArgumentError(
+            f"pred_probs must be probabilities, which are at least 0 and add up to 1 in each row, "
+            f"but row {row} is {reprlib.repr(given[row].tolist())}"
+        )
     return logits
+
+
+def as_array(given: Any) -> Any:
+    """A tensor as a NumPy array; anything else as it is."""
+    if not isinstance(given, Tensor):
+        return given
+    if given.layout != torch.strided:
+        raise ArgumentTypeError(
+            f"a tensor of the layout {given.layout} cannot be read; give a SciPy sparse matrix, "
+            f"or convert it with .to_dense()"
+        )
+    if given.is_meta:
+        raise ArgumentTypeError("a tensor on the meta device has no values")
+    plain = given.detach().cpu()
+    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+
+
+def refuse_missing_in_sparse(X: Any) -> None:
+    """Refuse NaN among the entries of a sparse matrix, in which nothing stands for the mean."""
+    if issparse(X) and np.isnan(X.data).any():
+        raise ArgumentError(
+            "X is sparse and has NaN; what is missing can be told only where X is dense, as it is "
+            "taken for the mean: use .toarray(), or fill it in"
+        )
 
 
 def stacked(X: Any, more: Any) -> Any:

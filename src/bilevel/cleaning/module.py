@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parameter import is_lazy
 
 from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import FeatureRows, Features
-from bilevel.errors import ArgumentError
+from bilevel.errors import ArgumentError, BilevelError
 from bilevel.methods import F2SA
 
 _RATES = (1e-2, 3e-3, 1e-3, 3e-4)  # the learning rates that are tried
@@ -50,12 +51,38 @@ class ModuleLearner(Learner):
 
     def logits(self, y: Any, features: Features) -> Tensor:
         logits: Tensor = y(features)
-        if logits.shape != (len(features), self.classes):
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (len(features), self.classes):
             raise ArgumentError(
                 f"model must give one number for each of the {self.classes} classes, as an output "
-                f"of shape ({len(features)}, {self.classes}), not {tuple(logits.shape)}"
+                f"of shape ({len(features)}, {self.classes}), not {shape}"
             )
         return logits
+
+    def check(self, rows: FeatureRows) -> None:
+        """Refuse a module that cannot be trained here, or cannot take these rows."""
+        parameters = list(self.module.parameters())
+        if any(map(is_lazy, parameters)):
+            raise ArgumentError(
+                f"model={self.module!r} has parameters without a shape; call the lazy module once "
+                f"on a batch, which gives them one"
+            )
+        if not any(p.requires_grad for p in parameters):
+            raise ArgumentError(f"model={self.module!r} has no parameter that could be trained")
+        places = {p.device.type for p in parameters} - {"cpu"}
+        if places:
+            raise ArgumentError(f"model is on {', '.join(places)}; labels are cleaned on the CPU")
+        features = rows.take(torch.arange(min(2, len(rows))))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                self.logits(self.start().eval(), features)
+            except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+                if isinstance(error, BilevelError):
+                    raise
+                kind = f"{len(features)} rows"
+                if isinstance(features, Tensor):
+                    kind = f"features of the shape {tuple(features.shape)} and {features.dtype}"
+                raise ArgumentError(f"model cannot take {kind} ({error})") from error
 
     def penalty(self, y: Any) -> Tensor:
         return torch.stack([(p * p).sum() for p in y.parameters()]).sum()

@@ -61,6 +61,11 @@ def assign_roles(
     if not len(train):
         raise ArgumentError("every row of X is trusted; there is no label to judge")
     if not len(trusted):
+        if not verified:
+            raise ArgumentError(
+                f"the {len(set(codes.tolist()))} classes of the {count} rows are too many: none "
+                f"has the rows that are needed to judge its labels by each other"
+            )
         raise ArgumentError("there is no trusted row; trust a few rows of each class, or say none")
     if verified and len(trusted) < FEWEST_TRUSTED:
         raise ArgumentError(

@@ -157,19 +157,15 @@ class Scaler:
         self._columns: Array | None = None
         if isinstance(features, np.ndarray):
             if standardize:
-                known = sum(np.isfinite(some).sum(0) for some in _blocks(features))
-                known = np.maximum(known, 1)
-                mean = np.nansum(features, 0, dtype=np.float64) / known
-                squares = sum(np.nansum(np.square(some - mean), 0) for some in _blocks(features))
-                scale = np.sqrt(squares / known)
-                # Treat a spread that is only rounding error as none.
-                constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
-                self._units = mean, np.where(constant, 1.0, scale)
+                self._units = _mean_and_scale(features)
             return
         features = _canonical(features)
+        unit = _unit(features)
+        if unit != 1:
+            features.data = features.data / unit
         if standardize and not _equal_norms(features):
-            scale = _rms_of_nonzeros(features)
-            self._units = np.zeros(features.shape[1]), scale
+            scale = unit * _rms_of_nonzeros(features)
+            self._units = np.zeros(features.shape[1]), np.where(scale > 0, scale, 1.0)
         if narrow if narrow is not None else not dense:
             shared = np.flatnonzero(np.bincount(features.indices, minlength=features.shape[1]) > 1)
             if 0 < len(shared) < features.shape[1]:
@@ -191,10 +187,12 @@ class Scaler:
                 np.clip((some - mean) / scale, -CLIP, CLIP, out=out, casting="same_kind")
                 np.nan_to_num(out, copy=False)  # a missing number is taken for the mean
             return DenseRows(torch.from_numpy(scaled))
-        features = _canonical(features).astype(dtype)
+        features = _canonical(features)
         if self._units is not None:
-            features.data /= self._units[1][features.indices].astype(dtype)
+            # In double precision, because it may not fit into single precision before.
+            features.data = features.data / self._units[1][features.indices]
             np.clip(features.data, -CLIP, CLIP, out=features.data)
+        features = features.astype(dtype)
         if self._columns is not None:
             features = features[:, self._columns]
         return SparseRows(features, self._dense)
@@ -234,6 +232,34 @@ class Scaler:
         return scaler
 
 
+def _mean_and_scale(features: Array) -> tuple[Array, Array]:
+    """The mean and the standard deviation of each column, without what is missing.
+
+    The deviation of a column that is constant is 1.
+    """
+    mean, scale = _moments(features)
+    # Where squares overflow, or vanish, another unit is needed.
+    vanished = (scale <= 1e-150) & (mean != 0) & (np.abs(mean) < 1e-140)
+    odd = ~(scale < 1e150) | vanished
+    if odd.any():
+        columns = features[:, odd].astype(np.float64)
+        unit = np.nanmax(np.abs(columns), axis=0, initial=0.0)
+        unit = np.where(unit > 0, unit, 1.0)
+        in_units = _moments(columns / unit)
+        mean[odd], scale[odd] = in_units[0] * unit, in_units[1] * unit
+    # Treat a spread that is only rounding error as none.
+    constant = scale <= 10 * np.finfo(np.float64).eps * np.abs(mean)
+    return mean, np.where(constant, 1.0, scale)
+
+
+def _moments(features: Array) -> tuple[Array, Array]:
+    known = np.maximum(sum(np.isfinite(some).sum(0) for some in _blocks(features)), 1)
+    with np.errstate(over="ignore", invalid="ignore"):  # seen by the caller
+        mean = np.nansum(features, 0, dtype=np.float64) / known
+        squares = sum(np.nansum(np.square(some - mean), 0) for some in _blocks(features))
+        return mean, np.sqrt(squares / known)
+
+
 def _span(index: Tensor) -> slice | None:
     """The index as a slice, which copies nothing, if its numbers are consecutive."""
     if len(index) == 0:
@@ -255,6 +281,12 @@ def _canonical(features: Any) -> Any:
     features.sum_duplicates()
     features.eliminate_zeros()
     return features
+
+
+def _unit(features: Any) -> float:
+    """What to divide sparse features by so that their squares neither overflow nor vanish."""
+    largest = float(np.abs(features.data).max()) if len(features.data) else 1.0
+    return 1.0 if 1e-100 < largest < 1e100 else largest
 
 
 def _equal_norms(features: Any) -> bool:

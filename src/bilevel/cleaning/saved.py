@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from bilevel.cleaning.device import computed_on_cpu
 from bilevel.cleaning.encoding import Encoder, restored
 from bilevel.cleaning.estimator import LabelCleaner
 from bilevel.cleaning.reading import from_frame, read
@@ -107,6 +108,7 @@ class CleanedModel:
         probabilities: Array = (self.sharpness * self._logits(samples)).softmax(1).numpy()
         return probabilities
 
+    @computed_on_cpu
     def _logits(self, samples: Any) -> Tensor:
         features = self.encoder.encode(self._samples(samples))
         return linear(self.scaler.rows(features, np.float64), self.weight, self.bias)

@@ -20,6 +20,8 @@ from bilevel.errors import InputError, MissingExtraError
 MOST_COLUMNS = 100_000
 """The most columns of a table, because columns are examined one by one."""
 
+_BLOCK = 1 << 20
+
 _SIGNATURES = {  # the first bytes of files of other kinds
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
@@ -68,10 +70,21 @@ def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFra
 
 
 def _check_is_text(path: Path) -> None:
+    """Refuse what is of another kind, and zero bytes, of which parsers make text or nothing."""
+    lines = 1
     with path.open("rb") as file:
-        start = file.read(4096)
-    if b"\0" in start or start.startswith(tuple(_SIGNATURES)):
-        raise InputError(f"{printable(path)} is not text{apparent_kind(path)}")
+        start = block = file.read(4096)
+        if start.startswith(tuple(_SIGNATURES)) or b"\0" in start[:16]:
+            raise InputError(f"{printable(path)} is not text{apparent_kind(path)}")
+        while block:
+            before, zero, _ = block.partition(b"\0")
+            lines += before.count(b"\n")
+            if zero:
+                raise InputError(
+                    f"{printable(path)} has a zero byte in line {lines}, which no text has: the "
+                    f"file is damaged, or is not text in UTF-8"
+                )
+            block = file.read(_BLOCK)
 
 
 def _read_header(path: Path, separator: str) -> list[str]:

@@ -72,8 +72,8 @@ def clean(
     --text, --category and --ignore override that.
     """
     files = load_cleaning()
-    check_files(json_file)
     inputs = [train] if trusted is None else [train, trusted]
+    check_files(json_file, apart=[*inputs, *(out / name for name in files.FILES)])
     folder.check(out, overwrite, inputs=inputs, apart=[checkpoint], files=files.FILES)
     columns = {"text": text or [], "category": category or [], "ignore": ignore or []}
     ledger = open_ledger("clean", checkpoint, resume, seed=seed, label=label, **columns)

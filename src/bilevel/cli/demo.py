@@ -26,7 +26,7 @@ def demo(
     files = load_cleaning()
     from bilevel.experiments import digits
 
-    check_files(json_file)
+    check_files(json_file, apart=[out / name for name in files.FILES])
     folder.check(out, overwrite=True, files=files.FILES)
     say(
         "4,000 digits with 30% wrong labels, 500 trusted digits, 500 test digits.\n"

@@ -59,8 +59,9 @@ def mix(
         raise typer.BadParameter(
             "brings its own texts; omit --source and --target", param_hint="--demo"
         )
-    check_files(json_file)
+    results = [out / name for name in files.FILES]
     if demo:
+        check_files(json_file, apart=results)
         folder.check(out, overwrite, apart=[checkpoint], files=files.FILES)
         work: Any = files.mix_texts
         sources, wanted = files.spoiled(data.shakespeare(data_dir=data_dir), seed)
@@ -69,6 +70,7 @@ def mix(
             raise typer.BadParameter("is needed unless --demo is given", param_hint="--target")
         sources, wanted = files.named_paths(given=source or []), target
         inputs = [*sources.values(), target]
+        check_files(json_file, apart=[*inputs, *results])
         folder.check(out, overwrite, inputs=inputs, apart=[checkpoint], files=files.FILES)
         work = files.mix_files
     ledger = open_ledger("mix", checkpoint, resume, seed=seed, sources=list(sources))

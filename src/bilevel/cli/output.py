@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bilevel import __version__
-from bilevel.data.output import check_file, printable
-from bilevel.errors import BilevelError, OutputError
+from bilevel.data.output import check_file, file_written
+from bilevel.errors import BilevelError
 from bilevel.experiments import Ledger, torch_threads
 
 P = ParamSpec("P")
@@ -95,21 +95,17 @@ def open_ledger(command: str, folder: Path | None, resume: bool, **options: Any)
     return Ledger(folder=folder, options=options, resume=resume)
 
 
-def check_files(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, before the work is done."""
+def check_files(*paths: Path | None, apart: Collection[Path] = ()) -> None:
+    """Refuse files that cannot be written, or are among ``apart``, before the work is done."""
     for path in paths:
         if path is not None:
-            check_file(path)
+            check_file(path, apart)
 
 
 def write_json(path: Path | None, figures: Any) -> None:
     """Write the figures to the file of ``--json``, if it was given."""
     if path is None:
         return
-    try:
-        path.write_text(json.dumps(figures, indent=2) + "\n")
-    except OSError as error:
-        raise OutputError(
-            f"{printable(path)} cannot be written: {error.strerror or error}"
-        ) from error
+    with file_written(path) as part:
+        part.write_text(json.dumps(figures, indent=2) + "\n")
     console.print(f"figures: {path}", soft_wrap=True)

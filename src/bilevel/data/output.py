@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def check(
     for given in inputs:
         if os.path.isdir(given) and place.is_relative_to(given.resolve()):
             raise OutputError(f"{name} lies in {printable(given)}, which holds samples")
+    read = {os.path.realpath(given) for given in inputs}
+    for file in files:
+        if os.path.realpath(place / file) in read:
+            raise OutputError(
+                f"{printable(folder / file)} is read, and a file of results has its name; name "
+                f"another folder"
+            )
     for other in apart:
         if other is not None and other.resolve().is_relative_to(place):
             raise OutputError(
@@ -71,13 +78,19 @@ def check(
         raise OutputError(f"{name} cannot be written to: {error.strerror or error}") from error
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, apart: Collection[Path] = ()) -> None:
     """Refuse a file that cannot be written, before the work is done, and make its parents.
+
+    Args:
+        path: the file.
+        apart: files that are read, or written by something else; it may be none of these.
 
     Raises:
         OutputError: it cannot be written; the message says why.
     """
     name = printable(path)
+    if os.path.realpath(path) in {os.path.realpath(other) for other in apart}:
+        raise OutputError(f"{name} is read or written for something else; name another file")
     if os.path.isdir(path):
         raise OutputError(f"{name} is a folder, not a file; name a file in it")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -90,6 +103,50 @@ def check_file(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise OutputError(f"{name} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def file_written(path: Path) -> Iterator[Path]:
+    """Give a path to write to, whose file is at ``path`` when the block ends.
+
+    Where it cannot be written, as on a full disk, what was at ``path`` before is there still. A
+    link, and the permissions of an existing file, stay. A pipe, a device and a file in a folder
+    that is closed to new ones are written as they are.
+
+    Raises:
+        OutputError: it cannot be written; the message says why.
+    """
+    place = Path(os.path.realpath(path))
+    part: Path | None = None
+    try:
+        if place.is_file() or not os.path.lexists(place):
+            part = _beside(place)
+        yield part or place
+        if part is not None:
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            part.chmod(place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask())
+            part.replace(place)
+    except OSError as error:
+        raise OutputError(
+            f"{printable(path)} cannot be written: {error.strerror or error}"
+        ) from error
+    finally:
+        if part is not None:
+            with suppress(OSError):  # on a disk that fails it may not be removable either
+                part.unlink(missing_ok=True)
+
+
+def _beside(place: Path) -> Path | None:
+    """A new empty file in the folder of ``place``; None: only that file itself can be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=STAGE, suffix=place.suffix, dir=place.parent)
+    except PermissionError:
+        if place.exists():
+            return None
+        raise
+    os.close(descriptor)
+    return Path(name)
 
 
 def printable(path: Path | str) -> str:

@@ -119,7 +119,7 @@ class Report:
         self._add(term.key, value)
         if term.y is self._state.solution:  # where upper and lower are reported
             for name, metric in self._metrics.get(term.key, {}).items():
-                self._add(name, term.share * torch.as_tensor(metric).to(value))
+                self._add(name, term.share * torch.as_tensor(metric, device=value.device).to(value))
 
     def _add(self, key: Key | str, value: Tensor) -> None:
         before = self._totals.get(key)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bilevel.data.output import file_written
 from bilevel.errors import ArgumentError, CheckpointError, OutputError
 from bilevel.run.checkpoint import settings
 
@@ -124,20 +123,8 @@ class Ledger:
 def _write(path: Path, content: Any) -> None:
     """Write atomically, with a checksum."""
     text = json.dumps(content)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "x", encoding="utf-8") as file:
-            json.dump({"sha256": _digest(text), "content": text}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(
-            f"{str(path)!r} could not be written: {error.strerror or error}"
-        ) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    with file_written(path) as part:
+        part.write_text(json.dumps({"sha256": _digest(text), "content": text}), encoding="utf-8")
 
 
 def _read(path: Path) -> Any:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bilevel.data.output import file_written
 from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
@@ -284,7 +285,8 @@ def plot(reproduction: MeasuredRates, path: Path) -> None:
             axis.grid(visible=True, which="major", alpha=0.3)
     for axis in panels[1]:
         axis.set_xlabel("outer step k")
-    figure.savefig(path, dpi=150)
+    with file_written(path) as part:
+        figure.savefig(part, dpi=150)
     plt.close(figure)
 
 

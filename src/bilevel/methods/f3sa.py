@@ -171,7 +171,6 @@ class F3SA(PaperMethod[F3SAState]):
         before = Phi(self.stencil, x_before, [y_before, z_before], state.multiplier, self.shared)
         gamma = state.z_update.choose(sizes.lower)
         eta = 1.0 if state.midway else self._eta_at(state.k)
-        state.midway = True
 
         # y and z: the estimators at (x_k, y_k, z_k), then the step to y_{k+1}, z_{k+1}
         self._estimate_lower(evaluator, state, now, before, eta)
@@ -207,6 +206,7 @@ class F3SA(PaperMethod[F3SAState]):
         evaluator.average(
             [*zip(copies, fresh, strict=True), *zip(copies, stale or (), strict=False)]
         )
+        state.midway = True  # until here a step that ends early has changed nothing
         _recur([*state.y_estimates, state.z_estimate], fresh, stale, eta)
 
     def _estimate_upper(

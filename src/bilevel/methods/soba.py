@@ -37,6 +37,15 @@ class SOBAState(OneCopyState):
     adjoint: Tensor
     average: list[Tensor]
 
+    def reset_estimators(self) -> None:
+        for estimate in (self.adjoint, *self.average):
+            estimate.zero_()
+
+    def restart(self, start: Variable) -> None:
+        """Put y there; v and h stay, because from one task to the next x goes on from them."""
+        self.y_update.restart(start)
+        self.policy.forget_momentum()
+
 
 Directions: TypeAlias = tuple[list[Tensor], Tensor, Tensor]
 """The directions of x, for each leaf, and of y and v, flat."""

@@ -207,7 +207,8 @@ def spoiled(text: str, seed: int = 0) -> tuple[dict[str, str], str]:
     cut = len(text) * 9 // 10
     third = cut // 3
     middle = text[third : 2 * third]
-    order = torch.randperm(third, generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = torch.randperm(third, generator=generator, device="cpu").tolist()
     sources = {
         "clean": text[:third],
         "shuffled": "".join([middle[i] for i in order]),

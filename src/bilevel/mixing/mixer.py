@@ -181,12 +181,12 @@ class _WeightRecorder:
 
     def at(self, steps: list[int]) -> Tensor:
         """The weights at these steps, one row for each step."""
-        empty = torch.empty(0, len(self._sources), dtype=torch.float64)
+        empty = torch.empty(0, len(self._sources), dtype=torch.float64, device="cpu")
         return torch.stack([self._weights[step] for step in steps]) if steps else empty
 
     def state_dict(self) -> dict[str, Any]:
         steps = list(self._weights)
-        return {"steps": torch.tensor(steps), "weights": self.at(steps)}
+        return {"steps": torch.tensor(steps, device="cpu"), "weights": self.at(steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps, weights = state["steps"].tolist(), state["weights"]

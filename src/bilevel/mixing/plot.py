@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from bilevel.data.output import file_written
 from bilevel.errors.extras import needed
 
 
@@ -41,7 +42,8 @@ def draw(
     below.set_xlabel("step")
     for axis in (above, below):
         axis.grid(visible=True, alpha=0.3)
-    figure.savefig(path, dpi=150)
+    with file_written(path) as part:
+        figure.savefig(part, dpi=150)
 
 
 def _legend_text(name: str) -> str:

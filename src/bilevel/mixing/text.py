@@ -123,7 +123,9 @@ class Characters:
                 f"text has the character {unknown[0]!r}, which is not one of the {len(self)} that "
                 f"the model knows"
             )
-        return torch.tensor([self._numbers[character] for character in text], dtype=torch.long)
+        return torch.tensor(
+            [self._numbers[character] for character in text], dtype=torch.long, device="cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ class RandomWindows:
 
     def __call__(self, generator: torch.Generator) -> Tensor:
         starts = len(self.tokens) - self.length + 1
-        first = torch.randint(starts, (self.count, 1), generator=generator)
-        return self.tokens[first + torch.arange(self.length)]
+        first = torch.randint(starts, (self.count, 1), generator=generator, device=generator.device)
+        return self.tokens[first + torch.arange(self.length, device=first.device)]
 
 
 @dataclass(frozen=True)

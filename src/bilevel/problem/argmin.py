@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bilevel.errors import NotConvergedWarning, ObjectiveError, warn
+from bilevel.errors import ArgumentError, NotConvergedWarning, ObjectiveError, warn
 from bilevel.errors.checks import check_count, check_function, checked_number
-from bilevel.problem.prox import Term, refuse_both, terms_of
+from bilevel.problem.prox import Term, check_terms, refuse_both, terms_of
 from bilevel.problem.sets import projections
+from bilevel.sampling import Rewind
 from bilevel.variables import (
     Fixed,
     Found,
@@ -95,10 +97,11 @@ def argmin(
     """
     if nu is not None:
         checked_number("nu", nu, above=True)
-    made = _layer(_Minimum, "g", g, x, y0, tolerance, steps)
+    made = _layer(_Minimum, g, x, y0, tolerance, steps)
     made.projections = projections(made.y, "y_set", y_set)
     made.terms = terms_of(made.y, y_prox)
     refuse_both(made.y, made.projections, made.terms)
+    check_terms(made.x, made.y, made.terms)
     made.nu = nu
     return made.result()
 
@@ -128,13 +131,18 @@ def fixed_point(
         >>> bool((x.grad - exact).abs() < 1e-12)
         True
     """
-    return _layer(_FixedPoint, "phi", phi, x, y0, tolerance, steps).result()
+    return _layer(_FixedPoint, phi, x, y0, tolerance, steps).result()
 
 
 def _layer(
-    kind: type[Any], name: str, function: Objective, x: Any, y0: Any, tolerance: float, steps: int
+    kind: type[Any], function: Objective, x: Any, y0: Any, tolerance: float, steps: int
 ) -> Any:
-    check_function(name, function, "x", "y")
+    check_function(kind.name, function, "x", "y")
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            f"the solution is found by gradients of {kind.name}, which torch.inference_mode() does "
+            f"not allow; use torch.no_grad()"
+        )
     checked_number("tolerance", tolerance)
     check_count("steps", steps)
     return kind(function, Variable(x, "x"), Variable.copy_of(y0, "y"), tolerance, steps)
@@ -149,13 +157,17 @@ class _Layer(ABC):
         x: what it is differentiated in; its tensors may be the results of other layers.
         y: the structure of the solution, at the starting point.
         tolerance, steps: when the iteration ends.
+        seen: whether the function was called before.
     """
+
+    name: ClassVar[str]
 
     function: Objective
     x: Variable
     y: Variable
     tolerance: float
     steps: int
+    seen: bool = False
 
     @abstractmethod
     def solve(self, x: Sequence[Tensor]) -> Tensor:
@@ -170,9 +182,14 @@ class _Layer(ABC):
         return self.y.structured(_Solution.apply(self, *self.x.leaves))  # type: ignore[no-untyped-call]
 
     def at(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Any:
-        """The function of these tensors."""
+        """The function of these tensors; at its first call, checked to be one."""
         with substituted(self.x, x), substituted(self.y, y):
-            return self.function(self.x.value, self.y.value)
+            if self.seen:
+                return self.function(self.x.value, self.y.value)
+            with _pure(self.name, *x, *y):
+                value = self.function(self.x.value, self.y.value)
+            self.seen = True
+            return value
 
     def checked(self, found: Found, what: str) -> Tensor:
         """Where an iteration ended, with a warning if that is not the solution."""
@@ -190,6 +207,7 @@ class _Layer(ABC):
 
 
 class _Minimum(_Layer):
+    name = "g"
     projections: list[Any]
     terms: list[Term | None]
     nu: float | None
@@ -199,7 +217,27 @@ class _Minimum(_Layer):
         step = self._step(x)
         found = fixed_point_of(step, flatten(self.y.leaves), **self._end)
         self.curvature = step.curvature
-        return self.checked(found, "the minimum of g")
+        minimum = self.checked(found, "the minimum of g")
+        if found.converged and not any(self.terms):
+            self._compare(x, minimum)
+        return minimum
+
+    def _compare(self, x: Sequence[Tensor], y: Tensor) -> None:
+        """Warn where g is larger at its minimum than at the start."""
+        start = [leaf.detach() for leaf in self.y.leaves]
+        if any(self.projections):  # the start may lie outside of the set, where g may be less
+            pairs = zip(start, self.projections, strict=True)
+            start = [leaf if p is None else p(leaf.clone()) for leaf, p in pairs]
+        before = float(self._scalar(self.at(x, start)))
+        after = float(self._scalar(self.at(x, self._parts(y))))
+        rounding = 1e3 * float(torch.finfo(y.dtype).eps) * max(abs(before), abs(after))
+        if after > before + rounding:
+            warn(
+                NotConvergedWarning(
+                    f"g is larger where its gradient is 0, {after:.6g}, than at y0, {before:.6g}: "
+                    f"that is no minimum, and g is not convex in y; give a y0 near the minimum"
+                )
+            )
 
     def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
         eps = float(torch.finfo(y.dtype).eps)
@@ -278,6 +316,8 @@ class _Minimum(_Layer):
 
 
 class _FixedPoint(_Layer):
+    name = "phi"
+
     def solve(self, x: Sequence[Tensor]) -> Tensor:
         def image(y: Tensor) -> Tensor:
             return flatten(self._image(x, unflatten_like(y, self.y.leaves)))
@@ -314,6 +354,21 @@ class _FixedPoint(_Layer):
         return self.y.tensors_like(self.at(x, y), "the result of phi(x, y)")
 
 
+@contextmanager
+def _pure(name: str, *tensors: Tensor) -> Iterator[None]:
+    """Raise unless what is computed inside leaves the tensors and the generators as they are."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    rewind, versions = Rewind(device), [tensor._version for tensor in tensors]
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        raise ObjectiveError(f"{name}(x, y) writes into x or y in place; let it return new tensors")
+    if rewind.moved():
+        raise ObjectiveError(
+            f"{name}(x, y) draws at random, so that it is another function at every call; draw "
+            f"before, or use .eval() for modules with dropout"
+        )
+
+
 class _Solution(torch.autograd.Function):
     """The one node of a layer in the graph."""
 
@@ -327,8 +382,13 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         y, *x = ctx.saved_tensors
+        cotangent = flatten([part.detach() for part in cotangents]).to(y.dtype)
+        # The squares of very small or large entries would be 0 or infinite.
+        unit = float(cotangent.abs().max()) if cotangent.numel() else 0.0
+        if not 0 < unit < math.inf:
+            unit = 1.0
         with torch.no_grad():
-            gradients = ctx.layer.pull_back(x, y, flatten(cotangents).to(y.dtype))
+            gradients = [unit * slope for slope in ctx.layer.pull_back(x, y, cotangent / unit)]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = [_Once.apply(slope, *x, *cotangents) for slope in gradients]  # type: ignore[no-untyped-call]
         return None, *gradients

@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -50,7 +51,7 @@ class Term:
             raise ArgumentTypeError(
                 f"weight must be a number, a tensor or a function of x, not {self.weight!r}"
             )
-        if not bool((torch.as_tensor(self.weight) >= 0).all()):  # also refuses NaN
+        if not bool((_as_tensor(self.weight) >= 0).all()):  # also refuses NaN
             raise ArgumentError(f"weight must be at least 0, not {self.weight!r}")
 
     def at(self, x: Any) -> Tensor:
@@ -61,7 +62,15 @@ class Term:
                 f"the weight of {type(self).__name__} must be a number or a tensor, but the "
                 f"function of x returned {weight!r}"
             )
-        return torch.as_tensor(weight)
+        tensor = _as_tensor(weight)
+        # On another device to look at the numbers would be to wait for them in every step.
+        looked_at = callable(self.weight) and tensor.device.type == "cpu"
+        if looked_at and bool((tensor.detach() < 0).any()):
+            raise ObjectiveError(
+                f"the weight of {type(self).__name__} must be at least 0, but the function of x "
+                f"returned {reprlib.repr(weight)}"
+            )
+        return tensor
 
     def value(self, y: Tensor, weight: Tensor) -> Tensor:
         """The scalar w r(y)."""
@@ -152,12 +161,48 @@ class Prox(Term):
         return self.map(y, weight)
 
 
+def _as_tensor(weight: Any) -> Tensor:
+    """The weight; a number keeps all its digits, and is on the CPU, whatever the default is."""
+    if isinstance(weight, Tensor):
+        return weight
+    return torch.tensor(weight, dtype=torch.float64, device="cpu")
+
+
 def terms_of(y: Variable, given: Any) -> list[Term | None]:
     """For each leaf of y the term that ``given`` (a y_prox) has for it."""
     found: list[Term | None] = y.match(
         "y_prox", given, lambda part: isinstance(part, Term), "a term such as bilevel.prox.L1(0.1)"
     )
     return found
+
+
+def check_terms(x: Variable, y: Variable, terms: Sequence[Term | None]) -> None:
+    """Refuse terms that do not go with the shape of y, or whose map gives another shape."""
+    for name, leaf, term in zip(y.names, y.leaves, terms, strict=True):
+        if term is None:
+            continue
+        shape = f"{name}, which has the shape {tuple(leaf.shape)}"
+        with torch.no_grad():
+            weight = term.at(x.value).to(leaf)
+            try:
+                value, moved = term.value(leaf, weight), term.prox(leaf.clone(), weight)
+            except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ArgumentError(
+                    f"y_prox={term!r} cannot be computed for {shape} ({error})"
+                ) from error
+        if not isinstance(value, Tensor) or value.ndim:
+            raise ArgumentError(f"y_prox={term!r} is not a scalar for {shape}, but {value!r}")
+        if not isinstance(moved, Tensor) or moved.shape != leaf.shape:
+            raise ArgumentError(
+                f"the proximal map of y_prox={term!r} must have the shape of its argument, but "
+                f"gives {_described(moved)} for {shape}; does the weight have the shape of y?"
+            )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return reprlib.repr(value)
 
 
 def refuse_both(y: Variable, sets: Sequence[Any], terms: Sequence[Term | None]) -> None:

@@ -59,7 +59,7 @@ class Box:
                 raise ArgumentTypeError(f"Box needs real numbers in {name}, not {bound!r}")
         if isinstance(self.low, Tensor) and isinstance(self.high, Tensor):
             _common_shape(self.low.shape, self.high.shape, "low", "high")
-        if not bool(torch.as_tensor(self.low <= self.high).all()):  # also refuses NaN
+        if not bool(torch.as_tensor(self.low <= self.high, device="cpu").all()):  # also refuses NaN
             raise ArgumentError(f"Box needs low <= high, not low={self.low!r}, high={self.high!r}")
 
     def __call__(self, tensor: Tensor) -> Tensor:

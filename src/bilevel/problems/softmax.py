@@ -120,7 +120,7 @@ def checked_labels(
     """The labels as int64 class numbers, one for each sample."""
     if not isinstance(labels, Tensor | np.ndarray):
         raise ArgumentTypeError(f"{name} must be a tensor or an array, not {labels!r}")
-    numbers = torch.as_tensor(labels)
+    numbers = labels if isinstance(labels, Tensor) else torch.from_numpy(labels)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise ArgumentTypeError(f"{name} must be whole numbers, not {numbers.dtype}")
     if numbers.shape != (samples,):

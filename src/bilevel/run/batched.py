@@ -231,7 +231,7 @@ def _keep_freed_memory(device: torch.device) -> None:
 def _median(info: Info) -> Info:
     """The median of each number over the runs, for the progress bar."""
     numbers: dict[str, Any] = {
-        name: torch.as_tensor(getattr(info, name)).detach().nanmedian()
+        name: torch.as_tensor(getattr(info, name), device="cpu").detach().nanmedian()
         for name in (*MEASURED, *RATES)
     }
     return replace(info, **numbers)

@@ -8,12 +8,14 @@ are then equal to the last bit, and the direction, lam times a difference of gra
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bilevel.errors import PrecisionWarning, warn
+from bilevel.problem import Problem
 from bilevel.run.history import History
 from bilevel.run.solver import Solver
 from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
@@ -52,6 +54,8 @@ def _over_a_longer_way(solver: Solver) -> tuple[float, float]:
     upper, lower = solver.draw.upper.peek(), solver.draw.lower.peek()
     if any(y.row_sparse) or any(x.row_sparse):
         return 0.0, math.nan  # a table may be too large for differences of all of it
+    if _is_held(solver.evaluator.problem, x, y, lower):
+        return 0.0, math.nan  # f does not move y, whatever the precision
     with buffers_kept(x, y):
         pull = _gradients(solver.evaluator.problem.f(x, y, upper), y)[0]
         middle = flatten([leaf.detach() for leaf in y.leaves])
@@ -68,6 +72,23 @@ def _over_a_longer_way(solver: Solver) -> tuple[float, float]:
     curvature = float(pull @ (y_ahead - y_behind) / (2 * distance * (pull @ pull)))
     mixed = float((x_ahead - x_behind).norm() / (2 * distance))
     return (mixed / curvature if curvature > 0 else 0.0), curvature
+
+
+def _is_held(problem: Problem, x: Variable, y: Variable, batch: Any) -> bool:
+    """Whether the set of y is in the way of a descent of g, or a non-smooth term may be."""
+    if problem.y_prox is not None:
+        return True
+    sets = problem.y_projections(y)
+    if not any(sets):
+        return False
+    with buffers_kept(x, y):
+        slope = _gradients(problem.g(x, y, batch), y)[0]
+    middle = flatten([leaf.detach() for leaf in y.leaves])
+    step = torch.finfo(middle.dtype).eps ** 0.5 * middle.abs().max().clamp(min=1.0)
+    ahead = middle - step * slope / slope.abs().max().clamp(min=torch.finfo(slope.dtype).tiny)
+    parts = unflatten_like(ahead.to(middle.dtype), y.leaves)
+    pairs = zip(sets, parts, strict=True)
+    return any(p is not None and not torch.equal(p(part.clone()), part) for p, part in pairs)
 
 
 def _gradients(value: Tensor, *variables: Variable) -> list[Tensor]:

@@ -18,7 +18,7 @@ from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.errors.checks import check_count, checked_device
 from bilevel.methods import Ability, DescentMethod, Method, method_of
 from bilevel.problem import Problem, check_means, check_objectives
-from bilevel.problem.prox import refuse_both
+from bilevel.problem.prox import check_terms, refuse_both
 from bilevel.run.checkpoint import settings
 from bilevel.sampling import (
     CombinedData,
@@ -278,7 +278,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     larger = sampling.direction_batch_size is not None
     execution.check(method, larger_direction=larger, chunked=draw.chunked)
     if given.problem.y_prox is not None:
-        check_proximal(given.problem, method, y)
+        check_proximal(given.problem, method, x, y)
     if isinstance(draw, EpisodicDraw):
         method = for_episodes(method)
     if draw.tasks > 1:
@@ -296,7 +296,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     return Prepared(ranks, method, x, y, sampling, execution, redraw, draw, randomness, description)
 
 
-def check_proximal(problem: Problem, method: Method[Any], y: Variable) -> None:
+def check_proximal(problem: Problem, method: Method[Any], x: Variable, y: Variable) -> None:
     """Refuse what does not go with a non-smooth term."""
     refuse(method, Ability.PROXIMAL, f"y_prox={problem.y_prox!r}")
     optimizer = getattr(method, "lower_optimizer", None)
@@ -305,7 +305,9 @@ def check_proximal(problem: Problem, method: Method[Any], y: Variable) -> None:
             f"lower_optimizer={optimizer!r} cannot be used with y_prox={problem.y_prox!r}: the "
             f"proximal map is that of a plain step; give lower_lr"
         )
-    refuse_both(y, problem.y_projections(y), problem.y_terms(y))
+    terms = problem.y_terms(y)
+    refuse_both(y, problem.y_projections(y), terms)
+    check_terms(x, y, terms)
 
 
 def for_episodes(method: Method[Any]) -> Method[Any]:

@@ -15,6 +15,7 @@ from bilevel.engine.restart import Restart
 from bilevel.engine.stacked import TaskProblem, TaskVariable
 from bilevel.errors import (
     ArgumentError,
+    ArgumentTypeError,
     DataExhaustedError,
     NonFiniteError,
     ObjectiveError,
@@ -26,7 +27,7 @@ from bilevel.run.checkpoint import settings
 from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
-from bilevel.sampling import DirectionSize, Episodes, EpisodicDraw
+from bilevel.sampling import DirectionSize, Draw, Episodes, EpisodicDraw, interrupts
 from bilevel.stepping import GivenSizes, StepSizePolicy
 from bilevel.variables import Variable, local_part
 
@@ -182,7 +183,7 @@ class Solver(Resumable):
     def x(self, value: Any) -> None:
         state = self.state
         self.settle()
-        state.x_update.restart(self._placed(state.x, value))
+        state.x_update.restart(self._placed("x", state.x, value))
         state.reset_estimators()
         if type(state.policy) is not GivenSizes:  # what it has found belongs to the old x
             state.policy = self._new_policy()
@@ -201,13 +202,17 @@ class Solver(Resumable):
     @y.setter
     def y(self, value: Any) -> None:
         self.settle()
-        self.state.restart(self._placed(self.state.solution, value))
+        self.state.restart(self._placed("y", self.state.solution, value))
 
-    def _placed(self, variable: Variable, value: Any) -> Variable:
+    def _placed(self, called: str, variable: Variable, value: Any) -> Variable:
         """A copy of the variable at ``value``, which is in its structure."""
         placed = variable.clone()
-        tensors = placed.tensors_like(value, variable.name)
-        for name, tensor in zip(variable.names, tensors, strict=True):
+        tensors = placed.tensors_like(value, called)
+        for path, tensor in zip(variable.names, tensors, strict=True):
+            name = called + path.removeprefix(variable.name)
+            if tensor.is_complex() or tensor.is_meta:
+                what = "complex numbers" if tensor.is_complex() else "a tensor without values"
+                raise ArgumentTypeError(f"{name} is set to {what}")
             if not bool(torch.isfinite(local_part(tensor)).all()):
                 raise ArgumentError(f"{name} is set to a number that is not finite")
         with torch.no_grad(), self._reaching():
@@ -236,16 +241,39 @@ class Solver(Resumable):
         gradient raises :class:`bilevel.errors.NonFiniteError` before it is applied to anything; the
         state is then finite, in the middle of the step. (What an optimizer of the user's own makes
         of finite gradients is seen at the next evaluation.)
+
+        After an interrupt, such as Ctrl-C, the next step sees the samples and random numbers of the
+        one that was interrupted, unless they are batches of an iterable, which are used up. The
+        copies of y stay where its inner steps have brought them. To go on with the bits of a run
+        that was not interrupted, load a :meth:`state_dict` of before, or use a checkpoint of
+        :func:`bilevel.minimize`, with which Ctrl-C waits for the end of the step.
         """
         # Fast path: compiled code alone needs no RNG or autograd context.
         if self.evaluator.closed:
+            mark = self.draw.mark()
             try:
                 return self.evaluator.outer_step(self.method.step, self.state, measure=measure)
             except BaseException as error:
                 self._clean_up(error)
+                self._put_back(self.draw, mark, error)
                 raise
-        with self._running(), self._alone_in_step():
+        with self._running(), self._alone_in_step(), self._samples_kept():
             return self.evaluator.outer_step(self.method.step, self.state, measure=measure)
+
+    @contextmanager
+    def _samples_kept(self) -> Iterator[None]:
+        """For a step: an interrupt puts the streams back to where they were."""
+        draw = self.draw
+        mark = draw.mark()
+        try:
+            yield
+        except BaseException as error:
+            self._put_back(draw, mark, error)
+            raise
+
+    def _put_back(self, draw: Draw, mark: Any, error: BaseException) -> None:
+        if interrupts(type(error)):
+            draw.go_back(mark)
 
     @contextmanager
     def _alone_in_step(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from bilevel.sampling.episodes import Episodes, EpisodicDraw, TaskBatches
 from bilevel.sampling.indexed import Indexed, StackedIndices, TensorRows
 from bilevel.sampling.iterated import Iterated
 from bilevel.sampling.make import stream_of
-from bilevel.sampling.randomness import PrivateRandomness, Rewind
+from bilevel.sampling.randomness import PrivateRandomness, Rewind, interrupts
 from bilevel.sampling.rows import chunk_slices, count_rows, map_tensors, take_rows, to_device
 from bilevel.sampling.stream import DirectionSize, NoData, Stream
 
@@ -29,6 +29,7 @@ __all__ = [
     "TensorRows",
     "chunk_slices",
     "count_rows",
+    "interrupts",
     "map_tensors",
     "stream_of",
     "take_rows",

@@ -73,6 +73,13 @@ class CombinedStream(Stream):
         fewest = min(map(len, probes.values()))
         return [self._prepared({n: p[i] for n, p in probes.items()}) for i in range(fewest)]
 
+    def mark(self) -> dict[str, Any]:
+        return {name: stream.mark() for name, stream in self._streams.items()}
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        for name, stream in self._streams.items():
+            stream.go_back(mark[name])
+
     def state_dict(self) -> dict[str, Any]:
         return {name: stream.state_dict() for name, stream in self._streams.items()}
 

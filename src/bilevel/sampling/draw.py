@@ -137,6 +137,15 @@ class Draw:
             self.lower.parts(size, chunk) if lower else (),
         )
 
+    def mark(self) -> Any:
+        """The present positions, at little cost; see :meth:`bilevel.sampling.Stream.mark`."""
+        return self.upper.mark(), self.lower.mark()
+
+    def go_back(self, mark: Any) -> None:
+        """Return to where :meth:`mark` was called, as far as the streams can."""
+        for stream, place in zip((self.upper, self.lower), mark, strict=True):
+            stream.go_back(place)
+
     def state_dict(self) -> dict[str, Any]:
         """The positions of both streams."""
         return {"upper": self.upper.state_dict(), "lower": self.lower.state_dict()}

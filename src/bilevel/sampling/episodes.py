@@ -232,6 +232,12 @@ class EpisodicDraw(Draw):
         lower, upper = self.peeked()
         return upper, lower
 
+    def mark(self) -> Any:
+        return self.source.mark()
+
+    def go_back(self, mark: Any) -> None:
+        self.source.go_back(mark)
+
     def state_dict(self) -> dict[str, Any]:
         return {"episodes": self.source.state_dict()}
 

@@ -112,8 +112,14 @@ class Indexed(Stream):
             new.random_(self.length, generator=self._generator)
         self._drawn = count
 
+    def mark(self) -> dict[str, Any]:
+        return {"generator": self._block_state, "block": self._size, "used": self._used}
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        self.load_state_dict(mark)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._block_state.clone(), "block": self._size, "used": self._used}
+        return {**self.mark(), "generator": self._block_state.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not 0 <= state["used"] <= state["block"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bilevel.errors import ArgumentError, DataExhaustedError, StateError
+from bilevel.sampling.randomness import global_generators_kept
 from bilevel.sampling.rows import count_rows, to_device
 from bilevel.sampling.stream import DirectionSize, Stream
 
@@ -99,6 +101,27 @@ class Iterated(Stream):
     def _set_own(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Iterated:
+        """A stream of its own that is at the same place; the epoch is replayed up to there."""
+        instead = (
+            "make another Solver, with data of its own, and give it the state of this one by "
+            "load_state_dict"
+        )
+        if self._once:
+            raise StateError(f"{self._name} is an iterator, which cannot be copied; {instead}")
+        try:
+            data = copy.deepcopy(self._data, memo)
+        except Exception as error:  # what the user's own data raises may be anything
+            raise StateError(
+                f"{self._name} ({type(self._data).__name__}) cannot be copied "
+                f"({type(error).__name__}: {error}); {instead}"
+            ) from error
+        copied = Iterated(data, self._name, self._device)
+        memo[id(self)] = copied
+        with global_generators_kept():
+            copied.load_state_dict(self.state_dict())
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         return {

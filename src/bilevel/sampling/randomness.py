@@ -38,12 +38,27 @@ def _write(state: dict[str, Tensor], cuda: torch.device | None) -> None:
         torch.cuda.set_rng_state(state["cuda"], cuda)
 
 
+def interrupts(kind: type[BaseException] | None) -> bool:
+    """Whether that is raised from outside, as by Ctrl-C: what was begun has not gone wrong.
+
+    What has not gone wrong can be begun again on the same samples; an error would come again.
+    """
+    return kind is not None and not issubclass(kind, Exception)
+
+
+@contextmanager
+def global_generators_kept(cuda: torch.device | None = None) -> Iterator[None]:
+    """What is drawn or set inside leaves torch's global generators as they are."""
+    with _turn, torch.random.fork_rng(devices=[] if cuda is None else [cuda]):
+        yield
+
+
 class PrivateRandomness:
     """Inside, torch's global generators are this object's own; outside, they are untouched.
 
     Dropout, an objective that calls ``torch.randn`` or a DataLoader that shuffles draw from the
     global generators. With this class they are part of a run's state, and a run and the program
-    around it do not affect each other's numbers.
+    around it do not affect each other's numbers. What an interrupt ends has drawn nothing.
 
     The generators belong to the whole process. So runs in several threads take turns, a step at a
     time. There are two limits. Code in another thread that draws from the global generators
@@ -53,7 +68,7 @@ class PrivateRandomness:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        with self._global_kept():
+        with global_generators_kept(self._cuda):
             # torch.manual_seed would seed every GPU of the machine
             torch.default_generator.manual_seed(seed)
             if self._cuda is not None:
@@ -71,24 +86,21 @@ class PrivateRandomness:
                 _write(self._state, self._cuda)
             self._depth += 1
         except BaseException:  # After an interrupt, too, the other threads need the lock.
+            if not self._depth and self._outside is not None:
+                _write(self._outside, self._cuda)
             _turn.release()
             raise
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         assert self._outside is not None
         try:
             self._depth -= 1
             if not self._depth:
-                self._state = _read(self._cuda)
+                if not interrupts(kind):
+                    self._state = _read(self._cuda)
                 _write(self._outside, self._cuda)
         finally:
             _turn.release()
-
-    @contextmanager
-    def _global_kept(self) -> Iterator[None]:
-        cuda = [] if self._cuda is None else [self._cuda]
-        with _turn, torch.random.fork_rng(devices=cuda):
-            yield
 
     def state_dict(self) -> dict[str, Tensor]:
         """The generators' states."""
@@ -97,7 +109,7 @@ class PrivateRandomness:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from saved states; torch raises for those that it cannot load."""
         loaded = {key: value.clone() for key, value in state.items()}
-        with self._global_kept():
+        with global_generators_kept(self._cuda):
             _write(loaded, self._cuda)
         self._state = loaded
 

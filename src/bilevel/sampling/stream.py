@@ -61,6 +61,17 @@ class Stream(ABC):
             )
         yield self.next(), 1.0
 
+    def mark(self) -> Any:
+        """The present position, at so little cost that every step can ask for it.
+
+        None: the stream cannot go back.
+        """
+        return None
+
+    def go_back(self, mark: Any) -> None:
+        """Return to where :meth:`mark` was called, where that is possible."""
+        return
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream."""
@@ -127,11 +138,19 @@ class Sampled(Stream):
 
     def _sample_from(self, state: Tensor, count: int) -> list[Any]:
         now = self._generator.get_state()
-        self._generator.set_state(state)
-        batches = [self._sample(self._generator) for _ in range(count)]
-        self._draws = not torch.equal(self._generator.get_state(), state)
-        self._generator.set_state(now)
+        try:
+            self._generator.set_state(state)
+            batches = [self._sample(self._generator) for _ in range(count)]
+            self._draws = not torch.equal(self._generator.get_state(), state)
+        finally:
+            self._generator.set_state(now)
         return batches
+
+    def mark(self) -> Tensor:
+        return self._generator.get_state()
+
+    def go_back(self, mark: Tensor) -> None:
+        self._generator.set_state(mark)
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self._generator.get_state(), "origin": self._origin.clone()}

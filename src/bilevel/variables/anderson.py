@@ -146,6 +146,7 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
     seen = map_.evaluate(y)
     past: deque[tuple[Tensor, Tensor]] = deque(maxlen=MEMORY + 1)  # residuals and images
     least, since, grown, spoilt, evaluations = math.inf, 0, 0, 0, 1
+    first = math.nan
     while True:
         image = map_.image(y, seen)
         residual = image - y
@@ -157,6 +158,10 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
             grown >= GROWN and least <= eps**0.5
         )
         done = size <= max(tolerance, eps) or (stalled and size <= 2 * least)
+        first = size * scale if math.isnan(first) else first
+        if done and first > 0 and scale > eps**-0.75 * (float(start.norm()) + first):
+            # The steps are short only beside a y that goes to infinity, as there is no solution.
+            return Found(image, size, evaluations, converged=False)
         if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
             return Found(image, size, evaluations, done)
         past.append((residual, image))

@@ -69,6 +69,12 @@ class RankStream(Stream):
     def probed(self) -> bool:
         return self._stream.probed
 
+    def mark(self) -> Any:
+        return self._stream.mark()
+
+    def go_back(self, mark: Any) -> None:
+        self._stream.go_back(mark)
+
     def state_dict(self) -> dict[str, Any]:
         return self._stream.state_dict()
 

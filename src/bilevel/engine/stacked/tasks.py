@@ -191,7 +191,8 @@ def _at_once(
         with substituted(template, tensors[:count]):
             value = objective(x, template, batch.with_tensors(iter(tensors[count:])), own)
         told[:] = list(own)
-        return value, *(torch.as_tensor(metric).to(value) for metric in own.values())
+        metrics = (torch.as_tensor(metric, device=value.device) for metric in own.values())
+        return value, *(metric.to(value) for metric in metrics)
 
     before = [(id(buffer), buffer._version) for buffer in (*x.buffers, *template.buffers)]
     value, *numbers = each(lambda: "an objective", of_one)(*stacked)

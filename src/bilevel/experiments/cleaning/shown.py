@@ -10,6 +10,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from bilevel.data.output import file_written
 from bilevel.experiments.cleaning.contenders import CONTENDERS
 from bilevel.experiments.cleaning.reproduction import Lead, Reproduction, Spread, Summary
 from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
@@ -113,7 +114,8 @@ def plot(reproduction: Reproduction, path: Path) -> None:
         line[0].set_ylabel("F at the exact lower solution")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=110)
+    with file_written(path) as part:
+        figure.savefig(part, dpi=110)
     plt.close(figure)
 
 
