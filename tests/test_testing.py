@@ -169,6 +169,27 @@ class NotResumable(SPABA):
         return Forgetful(**vars(super().init(problem, x, y)))
 
 
+class ReportsTwice(SPABA):
+    def _directions(
+        self, evaluator: Evaluator, x: Variable, y: Variable, v: Tensor, sample: Sample
+    ) -> tuple[list[Tensor], list[tuple[Term, Tensor]]]:
+        found, values = super()._directions(evaluator, x, y, v, sample)
+        evaluator.report(sample, values)
+        return found, values
+
+
+class NeedsOneLeaf(SPABA):
+    def step(self, evaluator: Evaluator, state: SPABAState, sizes: StepSizes) -> Info:
+        if len(state.x.leaves) > 1:
+            raise NotImplementedError("one leaf only")
+        return super().step(evaluator, state, sizes)
+
+
+class Stumbles(SPABA):
+    def _point_before(self, state: SPABAState) -> tuple[Variable, Variable, Tensor]:
+        raise IndexError("no such point")
+
+
 class ClaimsFirstOrder(SPABA):
     properties = Properties(1, "f: 2, g: 2", 2, "nothing", "nobody", SECOND_ORDER)
 
@@ -185,6 +206,9 @@ def test_a_method_that_keeps_the_contract_passes(eta: float) -> None:
         (SameSampleTwiceAtOnePoint, "equals its reference: x_2 is not that of reference"),
         (ShortReference, "equals its reference: reference.* ended before the run"),
         (NotResumable, "resumes bit for bit"),
+        (ReportsTwice, "reports: info.upper = .* are not f and g at x_0"),
+        (NeedsOneLeaf, "takes tensors, trees and modules: a tree gives NotImplementedError: one"),
+        (Stumbles, "equals its reference: IndexError: no such point"),
         (ClaimsFirstOrder, "uses derivatives of its order: it differentiates twice"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

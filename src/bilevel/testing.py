@@ -52,6 +52,9 @@ def check_method(method: Method[Any]) -> None:
             check(method)
         except AssertionError as error:
             raise AssertionError(f"{type(method).__name__}: {name}: {error}") from error
+        except Exception as error:  # raised by the method, and then what it broke is worth a name
+            what = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"{type(method).__name__}: {name}: {what}") from error
 
 
 class _Task:
@@ -97,6 +100,7 @@ class _Task:
         seed: int = 0,
         view: Callable[[Any], Tensor] = lambda value: value,
         start: Callable[[Tensor], Any] = lambda tensor: tensor,
+        batch_size: int | None = 7,
         **sets: Any,
     ) -> Solver:
         """A run on minibatches; ``start`` gives x and y another structure, ``view`` undoes it."""
@@ -111,7 +115,7 @@ class _Task:
             method=method,
             upper_data=self.upper_data,
             lower_data=self.lower_data,
-            batch_size=7,
+            batch_size=batch_size,
             seed=seed,
         )
 
@@ -180,7 +184,10 @@ def _takes_any_structure(method: Method[Any]) -> None:
         # refused: a minibatch moves other rows than the one before, and so does a momentum
         del guises["table"]
     for name, (view, start) in guises.items():
-        other = _advanced(task.solver(method, view=view, start=start))
+        try:
+            other = _advanced(task.solver(method, view=view, start=start))
+        except Exception as error:
+            raise AssertionError(f"a {name} gives {type(error).__name__}: {error}") from error
         for found, known in ((view(other.x), plain.x), (view(other.y), plain.y)):
             _assert_close(found.detach(), known, f"a {name} gives other iterates than a tensor")
 
@@ -224,12 +231,35 @@ def _measures_without_trace(method: Method[Any]) -> None:
 
 
 def _reports(method: Method[Any]) -> None:
-    info = _Task().solver(method).step()
-    assert info.step == 0, f"info.step is {info.step} after the first step"
-    for name in ("upper", "lower", "direction_norm"):
-        value = getattr(info, name)
-        assert isinstance(value, Tensor), f"info.{name} is {value!r}"
-        assert bool(torch.isfinite(value)), f"info.{name} is {value!r}"
+    task, visited = _Task(), list[Tensor]()
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        visited.append(y.detach().clone())
+        return _Task.upper(x, y, batch)
+
+    task.upper = upper  # type: ignore[method-assign]
+    # on all the data, where every step sees the same f and g
+    solver = task.solver(method, batch_size=None)
+    for k in range(STEPS):
+        x = solver.x.clone()
+        visited.clear()
+        info = solver.step()
+        assert info.step == k, f"info.step is {info.step} in step {k}"
+        found = []
+        for name in ("upper", "lower", "direction_norm"):
+            value = getattr(info, name)
+            assert isinstance(value, Tensor), f"info.{name} is {value!r}"
+            assert bool(torch.isfinite(value)), f"info.{name} is {value!r}"
+            found.append(float(value))
+        known = [
+            (float(_Task.upper(x, y, task.upper_data)), float(_Task.lower(x, y, task.lower_data)))
+            for y in visited
+        ]
+        errors = [max(abs(found[0] - f), abs(found[1] - g)) for f, g in known]
+        assert min(errors) <= TOLERANCE * (1 + max(map(abs, found))), (
+            f"info.upper = {found[0]:.6g} and info.lower = {found[1]:.6g} are not f and g at x_{k} "
+            f"and any y of step {k}; is another point reported, or one point twice?"
+        )
 
 
 def _leaves_no_gradients(method: Method[Any]) -> None:

@@ -98,7 +98,8 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
     if array.ndim != 2 or array.shape[1] < 2:
         return y, None
     votes = array.astype(object)
-    missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
+    with np.errstate(invalid="ignore"):  # Python 3.13 notes a comparison with NaN as invalid
+        missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
     votes[missing] = None
     if missing.all(1).any():
         raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")

@@ -61,11 +61,14 @@ def stages() -> Iterator[Callable[[str], None]]:
     torch uses one thread inside the block: steps on minibatches are too small to gain from a
     second one, and the results are then the same on every machine.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with torch_threads(1), shown as progress:
-        task = progress.add_task("", total=None)
-        yield lambda stage: progress.update(task, description=stage)
+    with torch_threads(1):
+        if not console.is_terminal:  # where rich would print an empty line
+            yield lambda stage: None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=None)
+            yield lambda stage: progress.update(task, description=stage)
 
 
 @contextmanager

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bilevel.errors import ArgumentError
 from bilevel.variables.shards import is_sharded, row_sharded
 from bilevel.variables.table import Table
+
+OLDEST_TORCH = (2, 11)
+"""Older ones fail with what is divided over ranks (2.4, 2.6), or give wrong numbers (2.8)."""
 
 
 class Averaging(Enum):
@@ -61,6 +65,8 @@ class Layout:
 
     def check(self, name: str, leaves: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse what cannot be run on several ranks, in the variable ``name``."""
+        if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+            self._refuse_for_torch(name)
         for path, leaf in leaves:
             if is_sharded(leaf) and not (self.sharded_modules and _sharded_by_rows(leaf)):
                 raise ArgumentError(
@@ -75,6 +81,19 @@ class Layout:
                         f"{name} holds DistributedDataParallel({option}=True), but a step has "
                         f"several backward passes and keeps the gradients of each; leave it out"
                     )
+
+    def _refuse_for_torch(self, name: str) -> None:
+        """Refuse what works with newer versions of torch alone."""
+        for what, found in (
+            ("a module that fully_shard has divided", bool(self.sharded_modules)),
+            ("a Table that is divided over ranks", bool(self._tables)),
+        ):
+            if found:
+                needed = ".".join(map(str, OLDEST_TORCH))
+                raise ArgumentError(
+                    f"{name} holds {what}, which needs torch {needed} or later, not "
+                    f"{torch.__version__}"
+                )
 
     def reshard(self) -> None:
         """Make ``fully_shard`` drop the whole tensors it keeps, and gather its shards anew."""

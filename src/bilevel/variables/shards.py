@@ -16,8 +16,9 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: there is no DTensor
-    return module is not None and isinstance(tensor, module.DTensor)
+    # where the module was not imported there is no DTensor; that of torch 2.4 has none of that name
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_part(tensor: Any) -> Tensor:

@@ -287,6 +287,24 @@ def test_what_is_wrapped_needs_its_ranks() -> None:
     assert "made for several ranks" in raised(lambda: _minimize(x0=table))[1]
 
 
+def _refused_by_an_older_torch(rank: int, name: str) -> tuple[str, str]:
+    options: dict[str, dict[str, Any]] = {
+        "fully_shard": {"y0": START["FSDP2"](DOUBLE)},
+        "Table": {"x0": bilevel.Table(torch.zeros(8, dtype=DOUBLE), first=8 * rank, rows=SAMPLES)},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.8.0+cpu")
+        return raised(lambda: _minimize(**options[name]))
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "Table"])
+def test_what_an_older_torch_cannot_do_is_refused(two: Ranks, name: str) -> None:
+    """With torch 2.8 the steps of a divided module in single precision are wrong."""
+    for _, message in two.run(_refused_by_an_older_torch, name):
+        assert name in message
+        assert "needs torch 2.11 or later, not 2.8.0+cpu" in message
+
+
 # A rank that dies
 
 
