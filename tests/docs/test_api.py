@@ -47,7 +47,7 @@ def members(module: ModuleType) -> set[str]:
 # Names that rooms share with one another, and users do not need.
 SHARED_BY_ROOMS = {
     "sets": {"RowWise", "projections"},
-    "prox": {"refuse_both", "terms_of"},
+    "prox": {"check_terms", "refuse_both", "terms_of"},
     "schedules": {"as_schedule", "positive_at"},
 }
 
