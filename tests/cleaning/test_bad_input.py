@@ -344,6 +344,32 @@ CASES: dict[str, Case] = {
         lambda p: p["train"].write_text(p["train"].read_text() + '1,2,hill,"walks,ant\n'),
         "cannot be read as CSV",
     ),
+    "semicolons and decimal commas": Case(
+        CSV,
+        text("train", lambda table: table.replace(",", ";").replace(".", ",")),
+        "is separated by ';', not by ','",
+    ),
+    "UTF-16": Case(
+        CSV,
+        lambda p: p["train"].write_bytes(p["train"].read_text().encode("utf-16")),
+        "train.csv is text in UTF-16; save it as UTF-8",
+    ),
+    "a column of fractions without a name": Case(
+        CSV,
+        lambda p: (
+            pd.read_csv(p["train"])
+            .assign(Unnamed=0.25)
+            .rename(columns={"Unnamed": ""})
+            .to_csv(p["train"], index=False)
+        ),
+        "has a column without a name",
+    ),
+    "a label that is not Unicode": Case(
+        NPZ,
+        arrays("train", y=lambda y: np.where(np.arange(len(y)) == 3, "a\ud800", y.astype(str))),
+        r"has the label 'a\ud800' in row 3",
+        (),
+    ),
     "a zero byte in a label": Case(
         CSV,
         text("train", lambda t: t + "1,2,hill,walks,an\0t\n"),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from scipy import sparse
 
+from bilevel.cleaning.comparison import CrossFits
 from bilevel.cleaning.module import ModuleLearner
-from bilevel.cleaning.rows import Scaler, SparseFeatures
+from bilevel.cleaning.rows import DenseRows, Scaler, SparseFeatures
 from bilevel.cleaning.softmax import SoftmaxRegression, loss_and_gradient
+from bilevel.cleaning.task import CleaningTask
 from bilevel.errors import ArgumentError
 
 
@@ -257,3 +259,24 @@ def test_a_module_with_the_wrong_width_is_named() -> None:
     learner = ModuleLearner(torch.nn.Linear(5, 2), classes=3, batch_size=10, seed=0)
     with pytest.raises(ArgumentError, match=r"3 classes.*\(4, 3\), not \(4, 2\)"):
         learner.logits(learner.start(), torch.zeros(4, 5))
+
+
+class FreeRegression(SoftmaxRegression):
+    """Nearly without a ridge, so that it remembers the labels it was fitted to."""
+
+    @property
+    def ridges(self) -> tuple[float, float, float]:
+        return 1e-8, 1e-8, 1e-8
+
+
+def test_no_label_is_judged_by_a_fit_that_has_seen_it() -> None:
+    rng = np.random.default_rng(0)
+    rows = DenseRows(torch.from_numpy(rng.normal(size=(400, 800))).float())
+    labels = torch.from_numpy(rng.integers(0, 2, 400))  # at random: no fit can know the others
+    everything = torch.arange(400)
+    votes = labels.numpy()[:, None]
+    task = CleaningTask(
+        rows, labels, everything, everything[:20], everything, everything % 5, 5, False, votes
+    )
+    found = CrossFits(FreeRegression(rows, 2), task).noisy_only().judged.argmax(1)
+    assert (found == labels.numpy()).mean() == pytest.approx(0.5, abs=0.08)

@@ -107,3 +107,68 @@ def test_modules_that_cannot_be_trained_here_are_refused(model: nn.Module, messa
     with pytest.raises(ArgumentError, match=message):
         LabelCleaner(model=model).fit(X, Y, trusted=np.arange(90) < 30)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+PROBABILITIES = 0.8 * np.eye(2)[TRUE] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (Y + 0.5, "continuous"),
+        ([None, *Y[1:]], "label"),
+        (np.array(["a", 1] * 45, dtype=object), "labels mix int and text"),
+        (np.zeros((3, 3, 3)), "dim"),
+        ("abc", "1d array"),
+        (None, "1d array"),
+        ([], "y is empty"),
+    ],
+)
+def test_labels_beside_predictions_are_checked_as_others_are(labels: Any, message: str) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        LabelCleaner().fit(None, labels, pred_probs=PROBABILITIES)
+
+
+def test_predictions_may_come_straight_from_a_network() -> None:
+    known = LabelCleaner().fit(None, Y, pred_probs=PROBABILITIES)
+    given = torch.tensor(PROBABILITIES, requires_grad=True)
+    found = LabelCleaner().fit(None, torch.tensor(Y), pred_probs=given)
+    assert np.array_equal(found.label_quality_, known.label_quality_)
+
+
+def test_votes_may_be_missing_as_pandas_says_it() -> None:
+    pd = pytest.importorskip("pandas")
+    votes = np.stack([Y, TRUE, Y], 1).astype(object)
+    votes[::7, 2] = None
+    frame = pd.DataFrame(votes).astype("Int64")
+    assert frame.isna().to_numpy().any()
+    known, found = (LabelCleaner(max_steps=2).fit(X, y) for y in (votes, frame))
+    assert np.array_equal(found.label_quality_, known.label_quality_)
+
+
+def test_votes_of_several_kinds_are_refused() -> None:
+    votes = np.stack([Y, TRUE], 1).astype(object)
+    votes[3, 0] = "x"
+    with pytest.raises(ArgumentTypeError, match="labels mix int and text"):
+        LabelCleaner().fit(X, votes)
+
+
+@pytest.mark.parametrize("right", [3, [[0, 1]] * 20, [[0], [0, 1]]])
+def test_right_labels_of_another_shape_are_refused(right: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"y_clean must hold|inhomogeneous"):
+        LabelCleaner().fit(X, Y, trusted=np.arange(20), y_clean=right)
+
+
+def test_a_mask_of_numbers_is_told_from_numbers_of_rows() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"astype\(bool\)"):
+        LabelCleaner().fit(X, Y, trusted=(np.arange(90) < 20).astype(int))
+
+
+def test_what_is_masked_is_missing() -> None:
+    mask = RNG.random(X.shape) < 0.1
+    masked, missing = np.ma.MaskedArray(X + 1e6 * mask, mask), np.where(mask, np.nan, X)
+    known, found = fitted(missing), fitted(masked)
+    assert np.array_equal(found.label_quality_, known.label_quality_)
+    assert np.array_equal(found.predict_proba(masked), known.predict_proba(missing))
+    with pytest.raises(ArgumentError, match="NaN"):
+        LabelCleaner().fit(X, np.ma.MaskedArray(Y, np.arange(90) == 5))

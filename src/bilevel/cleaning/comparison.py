@@ -102,59 +102,55 @@ class CrossFits:
 
     def noisy_only(self) -> CrossFit:
         """The fit to the judged samples as they are labelled."""
-        inside = self._judged_fold == 0
-        some = self._judged_rows.part(torch.from_numpy(np.flatnonzero(inside)))
-        none = np.zeros(len(self.right))
-        last: Any = None
-
-        def scored(ridge: float) -> tuple[float, Any]:
-            nonlocal last
-            last = self._fit(~inside, none, ridge, last)
-            loss = _NOISY_WORTH * cross_entropy(self._predict(last, some), self.given[inside])
-            if self._task.verified:
-                z = self._predict(last, self._trusted_rows)
-                loss += len(z) * fit_sharpness(z, self.right)[1]
-            return loss, last
-
-        ridge, first = best_ridge(self._learner.ridges, scored)
+        everything, none = np.ones(len(self.given)), np.zeros(len(self.right))
+        ridge, first = self._ridge(everything, none == 0, self._learner.ridges, None)
+        parts = [self._judged_fold == number for number in self._folds()]
+        wanted = [(~part, none) for part in parts[1:]]
+        # They do not start from the first, which has seen the labels that they are to judge.
+        models = [first, *self._fit_several(wanted, ridge, [None] * len(wanted))]
         judged = self._empty(self.given)
-        judged[inside] = self._predict(first, some)
-        parts = [self._judged_fold == number for number in self._folds()[1:]]
-        wanted = [(~part, none) for part in parts]
-        models = self._fit_several(wanted, ridge, [first] * len(parts))
         for part, model in zip(parts, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
         # The trusted samples are in none of these fits, so that all folds may judge them.
-        on_trusted = [self._predict(y, self._trusted_rows) for y in (first, *models)]
-        return CrossFit(NOISY, first, [first, *models], ridge, judged, np.mean(on_trusted, 0))
+        on_trusted = [self._predict(y, self._trusted_rows) for y in models]
+        return CrossFit(NOISY, first, models, ridge, judged, np.mean(on_trusted, 0))
 
     def cleaned_ridge(self, kept: Array, both: CrossFit) -> float:
-        """The ridge with which the fit to what is kept does best on the first fold.
+        """The ridge for the fit to what is kept.
 
         Args:
             kept: which judged samples are kept.
             both: the fit to all samples, which has about that ridge and is started from.
         """
-        part, checked = self._judged_fold == 0, self._trusted_fold == 0
+        if not np.any(kept[self._judged_fold == 0]):
+            return both.ridge
+        # Without the labels that are probably wrong, less ridge is needed than with them.
+        ridges = self._learner.ridges[0], both.ridge, both.ridge
+        return self._ridge(kept, self._trusted_fold == 0, ridges, both.folds[0])[0]
+
+    def _ridge(
+        self, kept: Array, checked: Array, ridges: tuple[float, float, float], start: Any
+    ) -> tuple[float, Any]:
+        """The ridge with which a fit to what is kept does best on the first fold, and that fit.
+
+        It is judged by the trusted samples that are ``checked``, too, and fitted to the others.
+        """
+        part = self._judged_fold == 0
         held = part & (kept > 0)
-        ridge = both.ridge
-        if not held.any():
-            return ridge
         rows = self._judged_rows.part(_places(held))
         others = self._trusted_rows.part(_places(checked))
-        last = both.folds[0]
+        last = start
 
-        def scored(ridge: float) -> tuple[float, None]:
+        def scored(ridge: float) -> tuple[float, Any]:
             nonlocal last
             last = self._fit(kept * ~part, ~checked * self._trust, ridge, last)
             loss = _NOISY_WORTH * cross_entropy(self._predict(last, rows), self.given[held])
             if self._task.verified:
                 z = self._predict(last, others)
                 loss += len(z) * fit_sharpness(z, self.right[checked])[1]
-            return loss, None
+            return loss, last
 
-        # Without the labels that are probably wrong, less ridge is needed than with them.
-        return best_ridge((self._learner.ridges[0], ridge, ridge), scored)[0]
+        return best_ridge(ridges, scored)
 
     def together(
         self,

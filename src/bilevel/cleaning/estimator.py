@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from bilevel.cleaning.classifier import ClassifierLearner
@@ -25,6 +24,7 @@ from bilevel.cleaning.inputs import (
     as_our_own,
     checked_predictions,
     is_pandas_index,
+    labels_of,
     majority_of,
     refuse_missing_in_sparse,
     refuse_mixed_labels,
@@ -98,7 +98,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: the labels, sorted.
         sample_weight_: the learned weight of each row of X, in [0, 1]; 1 for trusted rows.
         label_quality_: the probability that each label of X is right; 1 for trusted rows.
-        threshold_: labels of at most this quality are issues; it has the highest expected F1.
+        threshold_: labels of at most this quality are issues: the highest expected F1, or caution.
         wrong_share_, wrong_share_interval_: the share of wrong labels, and an interval for it.
         review_gain_: how many right labels are won by looking at each label.
         noise_matrix_: entry (k, j) is the probability that a sample of class k has the label j, as
@@ -135,7 +135,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.2,
         max_steps: int = 10,
-        patience: int = 2,
+        patience: int = 1,
         batch_size: int = 250,
         standardize: bool = True,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -190,8 +190,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if pred_probs is None:
             X, y = self._validated(X, y, reset=True)
         else:
-            X, y = None, column_or_1d(y)
-            check_classification_targets(y)
+            X, y = None, labels_of(y)
         labels = Labels.of(y, votes)
         self.classes_ = labels.classes
         count = len(y)
@@ -447,8 +446,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             refuse_missing_in_sparse(X)
             if isinstance(X, np.ndarray) and np.isnan(X).all():
                 raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
-            check_classification_targets(y)
-            return X, column_or_1d(y)
+            return X, labels_of(y)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.sparse import issparse, vstack
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 from torch import Tensor
 
@@ -49,8 +50,8 @@ class Labels:
         classes, codes = np.unique(y if votes is None else votes[known], return_inverse=True)
         if len(classes) < 2:
             raise ArgumentError(
-                f"y has one class only, {classes[0]!r}; there is no other class that a label "
-                f"could be mistaken for"
+                f"y has one class only, {classes.tolist()[0]!r}; there is no other class that a "
+                f"label could be mistaken for"
             )
         if votes is None:
             return cls(classes, codes)
@@ -66,7 +67,13 @@ class Labels:
 
     def correct(self, mask: Array, y_clean: Any) -> None:
         """Take the right labels of the rows in ``mask``, given for these or for all rows."""
-        right, count = column_or_1d(np.asarray(y_clean)), len(self.codes)
+        with as_our_own():
+            right = np.asarray(as_array(y_clean))
+        if right.ndim == 0 or right.size != len(right):
+            raise ArgumentError(
+                f"y_clean must hold one label for each row, but has the shape {right.shape}"
+            )
+        right, count = right.reshape(-1), len(self.codes)
         if len(right) not in (count, int(mask.sum())):
             raise ArgumentError(
                 f"y_clean has {len(right)} labels, but trusted names {int(mask.sum())} rows of "
@@ -94,12 +101,13 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
     If there is one label for each row, it is handed back as it is.
     """
     with as_our_own():
-        array = np.asarray(y.detach().cpu() if isinstance(y, Tensor) else y)
+        array = np.asarray(as_array(y))
     if array.ndim != 2 or array.shape[1] < 2:
         return y, None
     votes = array.astype(object)
     with np.errstate(invalid="ignore"):  # Python 3.13 notes a comparison with NaN as invalid
-        missing = np.vectorize(lambda v: v is None or v != v, otypes=[bool])(votes)
+        missing = np.vectorize(_is_missing, otypes=[bool])(votes)
+    refuse_mixed_labels(votes[~missing])
     votes[missing] = None
     if missing.all(1).any():
         raise ArgumentError(f"y has no label at all in row {int(missing.all(1).argmax())}")
@@ -110,10 +118,28 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
     return np.array(chosen), votes
 
 
+def _is_missing(vote: Any) -> bool:
+    try:
+        return vote is None or bool(vote != vote)
+    except TypeError:  # pandas.NA, which may be anything and so compares with nothing
+        return True
+
+
+def labels_of(y: Any) -> Array:
+    """One label for each sample, as an array that scikit-learn takes for classes."""
+    with as_our_own():
+        refuse_mixed_labels(y)
+        labels: Array = column_or_1d(as_array(y))
+        if not len(labels):
+            raise ArgumentError("y is empty: there is no label to judge")
+        check_classification_targets(labels)
+    return labels
+
+
 def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bool) -> Array:
     """Probabilities as logits; trusted rows must not be ``separate`` ones."""
     with as_our_own():
-        given = np.asarray(pred_probs, dtype=np.float64)
+        given = np.asarray(as_array(pred_probs), dtype=np.float64)
     logits: Array = log_probabilities(given)
     if logits.shape != shape or separate:
         raise ArgumentError(
@@ -131,7 +157,10 @@ def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bo
 
 
 def as_array(given: Any) -> Any:
-    """A tensor as a NumPy array; anything else as it is."""
+    """A tensor as a NumPy array, a masked array with NaN for what is masked, or what is given."""
+    if isinstance(given, np.ma.MaskedArray) and given.dtype.kind in "biuf":
+        numbers: Array = given.data
+        return np.where(np.ma.getmaskarray(given), np.nan, numbers) if given.mask.any() else numbers
     if not isinstance(given, Tensor):
         return given
     if given.layout != torch.strided:

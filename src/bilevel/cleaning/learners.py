@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from bilevel.cleaning.rows import FeatureRows, Features
 from bilevel.methods import F2SA
 
-INNER_STEPS = 10
 MULTIPLIER = 5.0
 WEIGHT_STEP = 0.5
 """The change of a weight per unit of loss that the trusted samples would gain from it.

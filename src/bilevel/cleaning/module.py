@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 
-from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
+from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import FeatureRows, Features
 from bilevel.errors import ArgumentError, BilevelError
 from bilevel.methods import F2SA
 
+_INNER_STEPS = 10
 _RATES = (1e-2, 3e-3, 1e-3, 3e-4)  # the learning rates that are tried
 _TRIAL_STEPS = 200
 _FEWEST_STEPS, _MOST_STEPS = 500, 6000  # the length of a training; the epochs below may exceed it
@@ -101,7 +102,7 @@ class ModuleLearner(Learner):
         return self.ridge, self.ridge, self.ridge
 
     def method(self, samples: int) -> F2SA:
-        return F2SA(inner_steps=INNER_STEPS, multiplier=MULTIPLIER, upper_lr=WEIGHT_STEP * samples)
+        return F2SA(inner_steps=_INNER_STEPS, multiplier=MULTIPLIER, upper_lr=WEIGHT_STEP * samples)
 
     def settings(self) -> dict[str, float]:
         assert self._rate is not None, "the module was never trained"

@@ -81,12 +81,14 @@ class Pool:
     Attributes:
         coefficients: one for each model, not negative.
         bias: one for each class.
-        loss: the cross entropy on the samples to which the pool was fitted.
+        loss: the cross entropy on the samples to which the pool was fitted, if trusted ones were.
+        freedom: how many numbers these samples determine, rather than the prior.
     """
 
     coefficients: Array
     bias: Array
-    loss: float
+    loss: float = float("nan")
+    freedom: float = float("nan")
 
     def logits(self, models: list[Array]) -> Array:
         """The logits of the pool from those of the models."""
@@ -103,18 +105,19 @@ def _combined(coefficients: Array, models: list[Array]) -> Array:
     return total
 
 
-def fit_pool(models: list[Array], labels: Array) -> Pool:
+def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     """The pool that fits the labels best; with few labels, all models count alike.
 
     Args:
         models: the logits of each, for the labelled samples.
         labels: the classes of these samples.
+        without: so many of the first models do not count with few labels.
     """
     count, classes = models[0].shape
     sharpness = np.array([fit_sharpness(z, labels)[0] for z in models])
     Z = [b * z for b, z in zip(sharpness, models, strict=True)]
     rows = np.arange(count)
-    equal = np.full(len(models), 1 / len(models))
+    equal = np.where(np.arange(len(models)) < without, 0, 1 / (len(models) - without))
     # There is nothing to say about the bias of other classes.
     seen = np.bincount(labels, minlength=classes) > 0
 
@@ -133,7 +136,20 @@ def fit_pool(models: list[Array], labels: Array) -> Pool:
     bounds = [(0, None)] * len(models) + [(None, None)] * classes
     found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
     a, c = found.x[: len(models)], found.x[len(models) :]
-    return Pool(a * sharpness, c, cross_entropy(_combined(a, Z) + c, labels))
+    logits = _combined(a, Z) + c
+    return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits, 1)))
+
+
+def _freedom(Z: list[Array], p: Array) -> float:
+    """The trace of H (H + prior)^-1, with H the curvature of the loss by a and c.
+
+    By so many nats the loss on the samples of the fit is lower than on others, in expectation.
+    """
+    by_a = [p * (z - (p * z).sum(1, keepdims=True)) for z in Z]
+    corner = np.array([[float((d * z).sum()) for z in Z] for d in by_a])
+    side = np.array([d.sum(0) for d in by_a])
+    H = np.block([[corner, side], [side.T, np.diag(p.sum(0)) - p.T @ p]])
+    return float(np.trace(np.linalg.solve(H + PRECISION * np.eye(len(H)), H)))
 
 
 @dataclass(frozen=True)
@@ -164,12 +180,6 @@ class NoiseModel:
         return by_features + ((1 - self.share) * self.transitions)[:, column].T
 
 
-def _first(labels: Array) -> Array:
-    """The first label that each sample was given."""
-    column: Array = labels[np.arange(len(labels)), (labels != MISSING).argmax(1)]
-    return column
-
-
 def fit_noise(
     p: Array, b: Array, labels: Array, known: Array | None = None, by_class: bool = False
 ) -> NoiseModel:
@@ -188,7 +198,8 @@ def fit_noise(
     identity = np.eye(classes)
     known = np.zeros((classes, classes)) if known is None else known
     noise = NoiseModel(0.8 * identity + 0.2 / classes, 0.0 if by_class else 0.1)
-    rows, voted = np.arange(len(p)), _first(labels)
+    rows = np.arange(len(p))
+    first = labels[rows, (labels != MISSING).argmax(1)]
     count = int((labels != MISSING).sum())
     onehot = [identity[column] * (column != MISSING)[:, None] for column in labels.T]
     for _ in range(_ITERATIONS):
@@ -203,7 +214,7 @@ def fit_noise(
         expected = (1 - wrong) * identity + wrong / (classes - 1) * (1 - identity)
         counts += _PRIOR * expected
         T = counts / counts.sum(1, keepdims=True)
-        least = _LEAST_PART * float(1 - posterior[rows, voted].mean())
+        least = _LEAST_PART * float(1 - posterior[rows, first].mean())
         share = 0.0 if by_class else max(float(by_features), least)
         change = max(float(np.abs(T - noise.transitions).max()), abs(share - noise.share))
         noise = NoiseModel(T, share)
@@ -212,8 +223,8 @@ def fit_noise(
     return noise
 
 
-def separated(logits: Array, labels: Array) -> tuple[Array, Pool]:
-    """T and p from labels alone, with p = softmax(a z + c) of the logits z, a pool of one model.
+def separated(logits: Array, labels: Array) -> Pool:
+    """The p of labels alone, p = softmax(a z + c) of the logits z: a pool of one model.
 
     The labels follow p T. Where classes overlap, labels become sure as fast as p does, and T is the
     identity; where labels are wrong, some disagree however far a sample is from other classes.
@@ -252,19 +263,7 @@ def separated(logits: Array, labels: Array) -> tuple[Array, Pool]:
         ).x
         if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
             break
-    return T, Pool(link[:1] * sharpness, link[1:], float("nan"))
-
-
-def told_from_overlap(T: Array, p: Array) -> Array:
-    """T with only those confusions that the overlap of the classes does not explain as well.
-
-    Of the samples of class k, the share C(k, j) would have the label j if classes were drawn from
-    p, of which nobody knows how precise it is; half of that is taken from each confusion.
-    """
-    others = 1 - np.eye(len(T))
-    T = np.maximum(T - 0.5 * (p.T @ p) / p.sum(0)[:, None], 0) * others
-    result: Array = T + np.diag(1 - T.sum(1))
-    return result
+    return Pool(link[:1] * sharpness, link[1:])
 
 
 def log_odds_of_shares(
@@ -273,7 +272,8 @@ def log_odds_of_shares(
     """The log of the odds that one of these shares of the given labels is wrong, and not none.
 
     Classes follow p = softmax(a z + c) of the logits z. A wrong label is any other class, and all
-    shares are as probable. The link, a and c, is the most probable one for each of them.
+    shares are as probable. The link, a and c, is the most probable one for each of them. If none is
+    wrong, as many samples, of both sets, may still be of a class that the logits do not tell.
     """
     classes = logits.shape[1]
     z, labels = by_class(np.concatenate([logits, trusted])), np.concatenate([given, right])
@@ -291,15 +291,21 @@ def log_odds_of_shares(
         gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
         return loss, gradient
 
-    found = []
-    for share in (0.0, *shares):
-        # The probability of each of the other labels; the trusted ones are right.
-        other = np.where(rows < len(given), share / (classes - 1), 0.0)
+    def evidence(share: float, reached: int) -> float:
+        nonlocal link
+        other = np.where(rows < reached, share / (classes - 1), 0.0)  # probability of other labels
         bounds = [(0, None)] + [(None, None)] * classes
         fitted = minimize(objective, link, (other,), "L-BFGS-B", jac=True, bounds=bounds)
         link = fitted.x
-        found.append(-float(fitted.fun))
-    return float(np.logaddexp.reduce(found[1:]) - np.log(len(shares)) - found[0])
+        return -float(fitted.fun)
+
+    none = evidence(0.0, len(z))
+    wrong = [evidence(share, len(given)) for share in shares]
+    odds = np.logaddexp.reduce(wrong) - np.log(len(shares))
+    if odds > none:  # otherwise the shares do not matter
+        found = [none, *(evidence(share, len(z)) for share in shares)]
+        none = np.logaddexp.reduce(found) - np.log(len(found))
+    return float(odds - none)
 
 
 def threshold(quality: Array) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import textwrap
 import zipfile
 import zlib
 from collections.abc import Collection
@@ -120,12 +121,25 @@ def from_frame(
     if id_column is not None:
         ids = [str(value) for value in frame[id_column]]
     elif "" in frame.columns:  # the index of a DataFrame that was written with it
-        ids = [str(value) for value in frame[""]]
+        ids = [str(value) for value in _index(frame[""], name)]
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
     table = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
     return TableSamples(name, table, labels, ids, original=frame, label=label)
+
+
+def _index(series: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """The column without a name, unless it holds fractions, which name no rows."""
+    values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64)
+    fractions = np.flatnonzero(np.isfinite(values) & (values != np.round(values)))
+    if len(fractions):
+        raise InputError(
+            f"{name} has a column without a name, which would be taken for the names of the rows, "
+            f"but it holds {series.iloc[fractions[0]]!r} in row {fractions[0]} (the first row is "
+            f"0); give the column a name, or remove it"
+        )
+    return series
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:
@@ -166,6 +180,12 @@ def _labels(values: Array, name: str, where: str) -> Labels:
                 f"not a quantity"
             )
     labels = [str(int(v)) if isinstance(v, float | np.floating) else str(v) for v in values]
+    for row, text in enumerate(labels):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InputError(
+                f"{name} has the label {text!a} in row {row} of {where!r}, which is not "
+                f"Unicode and cannot be written to any file"
+            )
     row = max(range(len(labels)), key=lambda row: len(labels[row]))
     if len(labels[row]) > LONGEST_LABEL:
         raise InputError(
@@ -197,7 +217,8 @@ def _read_npz(path: Path, label: str, labelled: bool) -> ArraySamples:
         if isinstance(error, InputError):
             raise
         hint = "; arrays of Python objects are never loaded" if "pickle" in str(error) else ""
-        raise InputError(f"{printable(path)} cannot be read as NPZ: {error}{hint}") from error
+        reason = textwrap.shorten(str(error), 300)  # it may hold what the file says, at any length
+        raise InputError(f"{printable(path)} cannot be read as NPZ: {reason}{hint}") from error
     X = found["X"]
     if X.dtype.kind not in "iufb" or X.ndim < 2:
         raise InputError(

@@ -28,7 +28,7 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor
 
 from bilevel.cleaning.comparison import BOTH, CLEANED, CrossFit, CrossFits
-from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, Learner
+from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, Learner
 from bilevel.cleaning.noise import (
     Array,
     NoiseModel,
@@ -38,7 +38,6 @@ from bilevel.cleaning.noise import (
     fit_pool,
     fit_sharpness,
     separated,
-    told_from_overlap,
 )
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask, SearchSettings
@@ -95,8 +94,7 @@ def clean(
     if learner is None:
         return _from_predictions(task)
     fits = CrossFits(learner, task)
-    ones = torch.zeros(len(task.labels))
-    ones[task.train] = 1.0
+    ones = torch.zeros(len(task.labels)).index_fill(0, task.train, 1.0)
     learned = None
     if searcher is not None:
         assert task.rows is not None
@@ -112,10 +110,8 @@ def clean(
     pooled, pool, p, noise, compared = fitted
     checked = None
     if task.old_labels is not None:
-        checked = Evidence(
-            pool.probabilities([fit.trusted for fit in pooled]),
-            softmax(sharpness * noisy.trusted, 1),
-        )
+        on_trusted = pool.probabilities([fit.trusted for fit in pooled])
+        checked = Evidence(on_trusted, softmax(sharpness * noisy.trusted, 1))
     signs: Signs | None = None
     if task.verified:
         signs = signs_of_noise(
@@ -123,7 +119,7 @@ def clean(
             [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
             fits.given,
             fits.right,
-            pool.loss,
+            pool,
         )
     verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
     if signs is not None and checked is None:
@@ -135,7 +131,7 @@ def clean(
         chosen = {
             **searcher.settings(),
             "multiplier": MULTIPLIER,
-            "inner_steps": INNER_STEPS,
+            "inner_steps": searcher.method(len(task.train)).inner_steps,
             "batch_size": learned.batch_size,
             "upper_lr": WEIGHT_STEP * len(task.train),
             "steps": learned.steps,
@@ -196,7 +192,8 @@ def _verified(
     kept = [passed(some) for some in firsts]
     cleaned = fits.together(CLEANED, kept, None, fits.cleaned_ridge(kept[0], both), both)
     pooled = [trusted, both, cleaned]
-    pool = fit_pool([fit.trusted for fit in pooled], fits.right)
+    # The others have seen the trusted samples, too, so that these alone have to earn their part.
+    pool = fit_pool([fit.trusted for fit in pooled], fits.right, without=1)
     compared = {fit.name: _compared(fit.trusted, fits.right) for fit in (noisy, *pooled)}
     logits = pool.logits([fit.trusted for fit in pooled])
     compared[POOLED] = Compared(pool.loss, _accuracy(logits, fits.right))
@@ -208,24 +205,20 @@ def _unverified(
     fits: CrossFits, task: CleaningTask, noisy: CrossFit, frequency: Array
 ) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
     """The fits without trusted samples: labels are wrong that disagree however sure p is."""
-    p, noise = _alone(noisy.judged, fits.given)
+    p, noise = _alone(noisy.judged, fits.given, frequency, task)
     quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
     kept = (quality >= 0.5).astype(float)
     cleaned = fits.together(CLEANED, [kept] * task.folds, None, noisy.ridge, noisy)
     sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
-    return [cleaned], _single(sharpness, p.shape[1]), p, noise, {}
+    return [cleaned], Pool(np.array([sharpness]), np.zeros(p.shape[1])), p, noise, {}
 
 
-def _alone(logits: Array, given: Array) -> tuple[Array, NoiseModel]:
+def _alone(
+    logits: Array, given: Array, frequency: Array, task: CleaningTask
+) -> tuple[Array, NoiseModel]:
     """The classes and how labels come about, from the labels alone."""
-    T, link = separated(logits, given)
-    p = link.probabilities([logits])
-    return p, NoiseModel(told_from_overlap(T, p), 0.05)
-
-
-def _single(sharpness: float, classes: int) -> Pool:
-    """A pool of one model, of which no trusted sample says how good it is."""
-    return Pool(np.array([sharpness]), np.zeros(classes), float("nan"))
+    p = separated(logits, given).probabilities([logits])
+    return p, fit_noise(p, frequency, task.votes)
 
 
 def _believed(pool: Pool, belief: float, sharpness: float) -> Pool:
@@ -281,12 +274,12 @@ def _from_predictions(task: CleaningTask) -> CleaningResult:
         if task.old_labels is not None:
             seen = softmax(sharpness * trusted, 1)
             checked = Evidence(pool.probabilities([trusted]), seen)
-        signs = signs_of_noise([judged], [trusted], given, right, pool.loss)
+        signs = signs_of_noise([judged], [trusted], given, right, pool)
         compared = {POOLED: _compared(trusted, right)}
     else:
-        p, noise = _alone(judged, given)
+        p, noise = _alone(judged, given, frequency, task)
         compared = {}
-        pool = _single(sharpness, p.shape[1])
+        pool = Pool(np.array([sharpness]), np.zeros(p.shape[1]))
     verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
     weights = verdict.quality[np.isin(task.judged.numpy(), task.train.numpy())]
     settings = {"labels by features": verdict.noise.share}

@@ -115,5 +115,10 @@ def trusted_mask(trusted: Any, count: int) -> npt.NDArray[np.bool_]:
             f"trusted names rows from {trusted.min()} to {trusted.max()}, but those of X are "
             f"numbered from 0 to {count - 1}"
         )
+    if trusted.size == count > 2 and trusted.max() == 1:
+        raise ArgumentTypeError(
+            "trusted has a 0 or a 1 for each row of X, and so seems to be a mask, but as numbers "
+            "of rows it names the first two; make it True and False by .astype(bool)"
+        )
     mask[trusted.astype(np.int64)] = True
     return mask

@@ -11,10 +11,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bilevel.cleaning.learners import INNER_STEPS, MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
+from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
 
+_INNER_STEPS = 7  # with more of them, the weights on the way tell wrong labels less well
 _MOMENTUM = 0.8
 _RIDGE_SHARE = 0.005  # the ridge as a share of the curvature, so that y is well conditioned
 _ROWS_FOR_CURVATURE = 4000
@@ -115,7 +116,7 @@ class SoftmaxRegression(Learner):
 
     def method(self, samples: int) -> F2SA:
         return F2SA(
-            inner_steps=INNER_STEPS,
+            inner_steps=_INNER_STEPS,
             multiplier=MULTIPLIER,
             upper_lr=WEIGHT_STEP * samples,
             lower_optimizer=lambda params: torch.optim.SGD(
@@ -183,7 +184,7 @@ class SoftmaxRegression(Learner):
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-9
+        ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-7
         options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
         every = unpacked(found.x)

@@ -24,12 +24,14 @@ _EXCESS = 4.0
 However labels come about, a label that is given b times and right p times is right with at most
 the probability p / b.
 """
-_ODDS_ALONE, _SURE, HARDLY_ANY = 20.0, 0.9, 0.03
+_FEWEST = 0.02  # suggestions per label; fewer are mostly the mistakes of a model
+HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
+_ODDS_ALONE, _SURE, MANY = 20.0, 0.9, 0.2
 """Without trusted samples: the odds, the mean probability of the best class, and the share of wrong
 labels from which on suggestions are made.
 
 Wrong labels are told from classes that overlap by the samples that are far from other classes; if
-few are, nothing is told. Models find a few wrong labels even where there are none.
+few are, nothing is told, and up to a seventh of the labels seem to be wrong where none is.
 """
 
 
@@ -67,7 +69,7 @@ def with_trusted(
         by_class = fit_noise(p, frequency, votes, by_class=True).posterior(p, frequency, votes)
         better &= _odds(by_class, best, given) > odds
         better &= frequency[rows, given] > _EXCESS * p[rows, given]
-    return np.where(better, best, given)
+    return np.where(better & (better.mean() >= _FEWEST), best, given)
 
 
 def without_trusted(p: Array, posterior: Array, given: Array) -> Array:
@@ -80,7 +82,7 @@ def without_trusted(p: Array, posterior: Array, given: Array) -> Array:
     """
     best = posterior.argmax(1)
     wrong = 1 - float(posterior[np.arange(len(given)), given].mean())
-    if wrong < HARDLY_ANY or float(p.max(1).mean()) < _SURE:
+    if wrong < MANY or float(p.max(1).mean()) < _SURE:
         return given.copy()
     return np.where(_odds(posterior, best, given) > _ODDS_ALONE, best, given)
 

@@ -5,6 +5,7 @@ The content of a file has to be what its name says, and nothing is ever unpickle
 
 from __future__ import annotations
 
+import codecs
 import csv
 import warnings
 from collections import Counter
@@ -47,6 +48,7 @@ def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFra
     _check_is_text(path)
     try:
         header = _read_header(path, separator)
+        _check_separator(path, separator, header, label)
         frame = _parsed(path, separator, header, text)
         booleans = frame.select_dtypes(bool).columns
         if len(booleans):  # keep TRUE, true and True as they are written
@@ -59,14 +61,22 @@ def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFra
         raise InputError(
             f"{printable(path)} cannot be read as CSV: {' '.join(str(error).split())}"
         ) from error
-    if label is not None and label not in header:
-        for other in ";\t|":
-            if any(label in column.split(other) for column in header):
-                raise InputError(
-                    f"{printable(path)} is separated by {other!r}, not by {separator!r}; save it "
-                    f"with commas, or with tabs as .tsv"
-                )
     return frame
+
+
+def _check_separator(path: Path, separator: str, header: list[str], label: str | None) -> None:
+    """Refuse a file whose first line has the column of labels with another separator.
+
+    Its rows may have commas for decimal points, so that no parser would get to their end.
+    """
+    if label is None or label in header:
+        return
+    for other in ";\t|":
+        if any(label in column.split(other) for column in header):
+            raise InputError(
+                f"{printable(path)} is separated by {other!r}, not by {separator!r}; save it with "
+                f"commas, or with tabs as .tsv, and with points for decimals"
+            )
 
 
 def _check_is_text(path: Path) -> None:
@@ -74,7 +84,9 @@ def _check_is_text(path: Path) -> None:
     lines = 1
     with path.open("rb") as file:
         start = block = file.read(4096)
-        if start.startswith(tuple(_SIGNATURES)) or b"\0" in start[:16]:
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise InputError(f"{printable(path)} is text in UTF-16; save it as UTF-8")
+        if start.startswith(tuple(_SIGNATURES)):
             raise InputError(f"{printable(path)} is not text{apparent_kind(path)}")
         while block:
             before, zero, _ = block.partition(b"\0")

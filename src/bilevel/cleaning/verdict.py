@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit, softmax
+from scipy.special import expit, logit, softmax
 
 from bilevel.cleaning.noise import (
-    PRECISION,
     UNIDENTIFIED,
     Array,
     NoiseModel,
+    Pool,
     by_class,
     fit_noise,
     fit_pool,
@@ -20,20 +20,18 @@ from bilevel.cleaning.noise import (
     log_odds_of_shares,
     threshold,
 )
-from bilevel.cleaning.suggestions import (
-    HARDLY_ANY,
-    Evidence,
-    with_trusted,
-    without_trusted,
-)
+from bilevel.cleaning.suggestions import HARDLY_ANY, MANY, Evidence, with_trusted, without_trusted
 from bilevel.cleaning.task import CleaningTask
 
 _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
+_FEW, _FEW_ALONE = 0.005, 0.02  # called wrong where none may be; without trusted samples
+_SUSPECT = 0.3  # called wrong without trusted samples; 3% of right labels have at most this quality
 SURELY = 0.95  # the probability of an interval
 _LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
 _SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
 _EXPECTED = 8.0
 """How much more often some labels of every class are wrong than none, where labels are cleaned."""
+_SELDOM = 4.0  # how much less often than not labels are wrong in a way that they do not show
 CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
 _CONTRADICTION = 20.0  # nats; with a few trusted samples, 10 were gained by chance
 
@@ -78,7 +76,7 @@ class Signs:
 
 
 def signs_of_noise(
-    judged: list[Array], trusted: list[Array], given: Array, right: Array, loss: float
+    judged: list[Array], trusted: list[Array], given: Array, right: Array, pool: Pool
 ) -> Signs:
     """Compare the labels of trusted samples with those of the judged ones.
 
@@ -88,8 +86,7 @@ def signs_of_noise(
     - some labels of every class are wrong. Then no label is ever sure, however far a sample is from
       other classes; where labels are as sure as the trusted ones, they tell against it;
     - labels are wrong in a way that they do not show by themselves. Then a pool of their own
-      predicts the trusted samples better. What it gains by chance is taken off: a nat for each
-      number that these samples determine, rather than its prior.
+      predicts the trusted samples better. What it gains by chance, its freedom, is taken off.
 
     It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
     as wrong labels are unless they follow the features, or if the trusted ones contradict them by
@@ -98,16 +95,14 @@ def signs_of_noise(
     Args:
         judged, trusted: the logits of models, none of which were fitted to these samples.
         given, right: the labels of these samples.
-        loss: the mean loss on the trusted samples of the pool that was fitted to them.
+        pool: the pool that was fitted to the trusted samples.
     """
     every = -(-len(given) // _MOST_FOR_NOISE)
     judged, given = [z[::every] for z in judged], given[::every]
     models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
     one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
-    gained = float(_losses(one, right).sum()) - len(right) * loss
-    shares = np.bincount(right, minlength=one.shape[1]) / len(right)
-    told = len(right) * shares * (1 - shares)
-    hidden = gained - len(trusted) - float((told / (told + PRECISION)).sum())
+    gained = float(_losses(one, right).sum()) - len(right) * pool.loss
+    hidden = gained - pool.freedom - np.log(_SELDOM)
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
         _losses(softmax(sharpness * z, 1), labels)
@@ -185,9 +180,14 @@ def judge(
     elif not fitted:
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
-    limit = threshold(quality)
-    if not fitted or wrong < HARDLY_ANY or belief < _LIKELY:
-        limit = min(limit, 0.5)  # what is rare or uncertain has to be probable, too
+    # Whether any label is wrong does not change which threshold is best if some are.
+    limit = threshold(quality if measured else whole[rows, given])
+    limit = limit if measured else belief * limit + (1 - belief)
+    few = _lowest(quality, _FEW if fitted else _FEW_ALONE)
+    if belief < _LIKELY:
+        limit = min(limit, few)
+    elif not fitted or wrong < HARDLY_ANY:  # what is rare or uncertain has to be probable, too
+        limit = min(limit, max(_SUSPECT if not fitted and wrong < MANY else 0.5, few))
     if belief < SURELY:
         low = 0.0
     return Verdict(
@@ -203,19 +203,21 @@ def judge(
     )
 
 
+def _lowest(quality: Array, share: float) -> float:
+    """The quality that no more than this share of the labels has at most."""
+    ordered = np.sort(quality)
+    below = ordered[ordered < ordered[int(share * len(ordered))]]
+    return float(below[-1]) if len(below) else 0.0
+
+
 def _calibrated(before: Array, right: Array, quality: Array) -> Array:
     """Qualities corrected by what is known of some: sigmoid(a logit(q) + c), near a = 1, c = 0."""
-
-    def logit(q: Array) -> Array:
-        q = np.clip(q, 1e-4, 1 - 1e-4)
-        odds: Array = np.log(q / (1 - q))
-        return odds
-
-    x, signs = logit(before), np.where(right, 1.0, -1.0)
+    x, z = (logit(np.clip(q, 1e-4, 1 - 1e-4)) for q in (before, quality))
+    signs = np.where(right, 1.0, -1.0)
 
     def objective(v: Array) -> float:
         prior = 0.5 * ((v[0] - 1) ** 2 + v[1] ** 2)
         return float(np.logaddexp(0, -signs * (v[0] * x + v[1])).sum() + prior)
 
     a, c = minimize(objective, np.array([1.0, 0.0]), bounds=[(0, None), (None, None)]).x
-    return np.asarray(expit(a * logit(quality) + c))
+    return np.asarray(expit(a * z + c))
