@@ -387,3 +387,32 @@ def test_methods_are_values() -> None:
     assert bilevel.F2SA(0.1, 0.2) == bilevel.F2SA(lower_lr=0.1, upper_lr=0.2)
     assert bilevel.F2SA(multiplier=Constant(3.0)) != bilevel.F2SA()
     assert "multiplier=10.0" in repr(bilevel.F2SA())
+
+
+@pytest.mark.parametrize("lower_lr", ["auto", 0.05])
+@pytest.mark.parametrize("batch_size", [None, 8])
+def test_a_single_pass_finds_the_same_steps_one_by_one(
+    lower_lr: Any, batch_size: int | None
+) -> None:
+    """ "auto" tests x with the copies where they end the step, whenever they moved there."""
+    torch.manual_seed(0)
+    rows = torch.randn(36, 6, dtype=torch.float64)
+    targets = rows.sum(1) + torch.randn(36, dtype=torch.float64)
+
+    def error(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((batch[0] @ y - batch[1]) ** 2).mean()
+
+    def ridge(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return error(x, y, batch) + (x.exp() * y**2).sum()
+
+    runs = [
+        bilevel.minimize(
+            bilevel.Problem(error, ridge), -3 * torch.ones(6).double(), torch.zeros(6).double(),
+            method=bilevel.F2SA(lower_lr, single_pass=True), steps=20, accumulate=one_by_one,
+            upper_data=(rows[:18], targets[:18]), lower_data=(rows[18:], targets[18:]),
+            batch_size=batch_size,
+        )
+        for one_by_one in (False, True)
+    ]  # fmt: skip
+    torch.testing.assert_close(runs[0].x, runs[1].x, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(runs[0].y, runs[1].y, rtol=1e-9, atol=1e-9)

@@ -92,7 +92,7 @@ def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
 
 def reference(solution: list[float], spread: list[float]) -> Reference:
     zero, merits = torch.zeros(1), [1.0] * len(solution)
-    return Reference(0, zero, [], zero, merits, merits, [], solution, spread, 1.0, [], True)
+    return Reference(0, zero, [], zero, merits, merits, [], solution, spread, 0.0, 1.0, [], True)
 
 
 def found(solution: list[float], spread: list[float], merit: float = 1.0) -> Merits:

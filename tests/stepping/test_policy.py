@@ -66,7 +66,6 @@ def test_a_multiplier_that_is_too_small_is_raised_and_a_given_schedule_is_not() 
     problem = Quadratic(condition=1e3, seed=0)
     result = bilevel.minimize(problem, problem.x0, problem.y0, steps=60)
     lam = result.history["multiplier"]
-    assert lam[0] == pytest.approx(10.0, rel=0.05)  # f and g are equally curved
     assert lam[-1] > 100
     assert bool((lam[1:] >= lam[:-1]).all())
     for method in (
@@ -78,12 +77,51 @@ def test_a_multiplier_that_is_too_small_is_raised_and_a_given_schedule_is_not() 
         assert set(given.history["multiplier"]) == {10.0}
 
 
-def test_a_multiplier_starts_in_the_unit_in_which_f_and_g_are_equally_curved() -> None:
+def test_a_multiplier_starts_in_the_units_of_f_and_g() -> None:
     base = Quadratic(seed=0)
-    for scale, start in ((1e-3, 10.0), (1.0, 10.0), (1e3, 1e4)):
-        problem = bilevel.Problem(lambda x, y, b, s=scale: s * base.upper(x, y, b), base.lower)  # type: ignore[misc]
-        info = bilevel.Solver(problem, base.x0, base.y0, method=F2SA()).step()
-        assert info.multiplier == pytest.approx(start, rel=0.1)
+
+    def first(f: float, g: float, method: F2SA) -> float:
+        problem = bilevel.Problem(
+            lambda x, y, b: f * base.upper(x, y, b), lambda x, y, b: g * base.lower(x, y, b)
+        )
+        return float(bilevel.Solver(problem, base.x0, base.y0, method=method).step().multiplier)
+
+    own = first(1.0, 1.0, F2SA())
+    assert own == pytest.approx(10.0, rel=0.05)  # f and g are equally curved
+    for f, g in ((1e-3, 1.0), (1e3, 1.0), (1.0, 1e-3), (1.0, 1e3)):
+        assert first(f, g, F2SA()) == pytest.approx(own * f / g, rel=1e-3)
+        assert first(f, g, F2SA(multiplier=50.0)) == pytest.approx(max(50.0, own * f / g), rel=1e-3)
+
+
+def test_a_multiplier_starts_in_units_where_f_is_linear_in_y() -> None:
+    """Such an f has no curvature; what counts is how far it would take y."""
+    price = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    x0, y0 = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+
+    def first(f: float, unit: float) -> float:
+        problem = bilevel.Problem(
+            lambda x, y, b: f * (price @ y) / unit, lambda x, y, b: ((y / unit - x) ** 2).sum()
+        )
+        return float(bilevel.Solver(problem, x0, y0).step().multiplier)
+
+    own = first(1.0, 1.0)
+    assert own == pytest.approx(float(price.norm()) / 2 / 3**0.5, rel=1e-3)
+    for f, unit in ((1e4, 1.0), (1e-4, 1.0), (1.0, 100.0), (1.0, 0.01)):
+        assert first(f, unit) == pytest.approx(f * own, rel=1e-3)
+
+
+def test_rounding_is_not_taken_for_a_curvature_of_f() -> None:
+    """As where f holds an argmin: the gradients of a linear f then differ by its tolerance."""
+    x0, y0 = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+
+    def first(bend: float) -> float:
+        problem = bilevel.Problem(
+            lambda x, y, b: y.sum() + bend * (y**2).sum(), lambda x, y, b: ((y - x) ** 2).sum()
+        )
+        return float(bilevel.Solver(problem, x0, y0).step().multiplier)
+
+    assert first(1e-12) == pytest.approx(first(0.0), rel=1e-6)
+    assert first(1e-2) == pytest.approx(10 * 1e-2, rel=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["forward", "midpoint", "central"])

@@ -21,6 +21,7 @@ from bilevel.stepping import (
     Rates,
     Schedule,
     StepSizePolicy,
+    Traits,
     Update,
     as_schedule,
     positive_at,
@@ -109,6 +110,10 @@ class DescentMethod(Method[S]):
         """The curvature that the steps of y meet, from those of g and f in y and the multiplier."""
         return lower
 
+    def steady_share(self, k: int) -> float:
+        """The share of the longest stable lower step that the method can take under noise."""
+        return 1.0
+
     @property
     def _needs_lower(self) -> bool:
         """Whether the lower step has to be found."""
@@ -117,11 +122,19 @@ class DescentMethod(Method[S]):
 
     @property
     def _raises_multiplier(self) -> bool:
-        """Whether the multiplier may be raised where it is found to be too small."""
+        """Whether the multiplier may be chosen, and raised where it is found to be too small."""
         return False
+
+    @property
+    def _least_multiplier(self) -> float:
+        """What the multiplier is at least, where it may be chosen."""
+        return 0.0
 
     follows_path: ClassVar[bool] = False
     """Whether lower steps may be longer or shorter than the rate says, and more than T."""
+
+    settles: ClassVar[bool] = True
+    """Whether F is f at y*(x), towards which y may be moved on, and not f after T steps."""
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         tables = [name for name, by_rows in zip(x.names, x.row_sparse, strict=True) if by_rows]
@@ -165,11 +178,13 @@ class DescentMethod(Method[S]):
     def _policy(self, y: Variable) -> StepSizePolicy:
         if not (self._needs_lower or self.rates.upper is None):
             return GivenSizes(self.rates)
-        return FoundSizes(
-            self.rates,
-            y,
-            stiffness=self.stiffness if self._needs_lower else None,
+        traits = Traits(
+            self.stiffness if self._needs_lower else None,
             raises=self._raises_multiplier,
+            least_multiplier=self._least_multiplier,
             inner_steps=getattr(self, "inner_steps", 1),
             follows_path=self.follows_path and self.rates.lower is None,
+            settles=self.settles and not self.follows_path,
+            steady=self.steady_share,
         )
+        return FoundSizes(self.rates, y, traits)

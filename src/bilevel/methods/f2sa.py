@@ -87,8 +87,8 @@ class F2SA(PaperMethod[F2SAState]):
         upper_lr: s_k, the step of x. "auto": found, each step tested before it is kept, see there;
             this holds a second copy of x and of each copy of y.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
-            lower_lr="auto" a number is where it starts, and it is raised where f is too strong
-            for it (not with coupling="independent").
+            both rates "auto" it is found too, and raised where f is too strong for it; a number
+            other than 10 is then the least (with coupling="independent" it stays as it is).
         inner_steps: T.
         penalty_lr: beta_k, the step of y; beta_k * (L_g + L_f / lam_k) must stay below 2. None: as
             lower_lr, which keeps y and z in lockstep. For the forward scheme only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -145,6 +146,14 @@ class F3SA(PaperMethod[F3SAState]):
     def eta(self) -> Schedule:
         """The momentum weight as a function of k, before eta_0 = eta_1 = 1 is imposed."""
         return as_schedule("momentum", self.momentum)
+
+    def steady_share(self, k: int) -> float:
+        """sqrt(eta_k), which is the order of the paper's steps too.
+
+        With a step of a / L the variance of an estimate changes from step to step by the factor
+        (1 - eta)^2 + (a s / L)^2, where s is the spread of the samples' curvatures, about L.
+        """
+        return math.sqrt(self._eta_at(k))
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> F3SAState:
         z = y.clone("z")

@@ -95,6 +95,7 @@ class ITD(DescentMethod[OneCopyState]):
     keep_every: int | None = None
 
     functions_of_x = ("start", "learned_lr")
+    settles = False
     properties = Properties(
         order=2,
         gradients="f: 1, g: T; products with second derivatives of g: 2T, in one pass",

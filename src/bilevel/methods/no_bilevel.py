@@ -27,6 +27,7 @@ from bilevel.stepping import (
     Rates,
     StepSizePolicy,
     StepSizes,
+    Traits,
     Update,
     rate_or_optimizer,
 )
@@ -123,13 +124,8 @@ class NoBilevel(Method[OneCopyState]):
     def _policy(self, y: Variable) -> StepSizePolicy:
         if self.rates.lower is not None:
             return GivenSizes(self.rates)
-        return FoundSizes(
-            self.rates,
-            y,
-            stiffness=lambda lower, upper, multiplier: lower,
-            raises=False,
-            inner_steps=self.inner_steps,
-        )
+        traits = Traits(lambda lower, upper, multiplier: lower, inner_steps=self.inner_steps)
+        return FoundSizes(self.rates, y, traits)
 
     def step(self, evaluator: Evaluator, state: OneCopyState, sizes: StepSizes) -> Info:
         gamma = state.y_update.choose(sizes.lower)

@@ -19,6 +19,9 @@ P = TypeVar("P", bound="PaperMethod[Any]")
 
 COUPLINGS = ("shared", "independent")
 
+DEFAULT_MULTIPLIER = 10.0
+"""Where a step is given; where "auto" finds both, it finds a multiplier in the units of f and g."""
+
 
 @dataclass(frozen=True)
 class PenaltyMethod(DescentMethod[S]):
@@ -27,7 +30,7 @@ class PenaltyMethod(DescentMethod[S]):
     The arguments are described where a user meets them, in :class:`~bilevel.F2SA`.
     """
 
-    multiplier: Rate = 10.0
+    multiplier: Rate = DEFAULT_MULTIPLIER
     _: KW_ONLY
     penalty_lr: Rate | None = None
     coupling: Literal["shared", "independent"] = "shared"
@@ -62,6 +65,14 @@ class PenaltyMethod(DescentMethod[S]):
     def _raises_multiplier(self) -> bool:
         # with samples of their own the copies' noise grows with the multiplier
         return self._needs_lower and self.shared and not callable(self.multiplier)
+
+    @property
+    def _least_multiplier(self) -> float:
+        given, finds_both = self.multiplier, self.rates.upper is None
+        # beside given steps of x nothing tests the multiplier, nor raises it
+        if callable(given) or (given == DEFAULT_MULTIPLIER and finds_both):
+            return 0.0
+        return float(given)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from bilevel.stepping.schedules import (
     positive_at,
 )
 from bilevel.stepping.shared_adamw import SharedAdamW
+from bilevel.stepping.traits import Traits
 from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "SharedAdamW",
     "StepSizePolicy",
     "StepSizes",
+    "Traits",
     "Update",
     "as_schedule",
     "policy_form",

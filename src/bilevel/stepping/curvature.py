@@ -85,7 +85,7 @@ def difference(
     return there.sub_(here).div_(length)
 
 
-def size(y: Variable) -> float:
+def norm_of(y: Variable) -> float:
     """The Euclidean norm of a variable."""
     return float(torch.linalg.vector_norm(flatten(y.leaves).detach()))
 
@@ -127,7 +127,7 @@ class Curvature:
             # iterations do not lower an estimate, unless it is rounding, where there is no
             # curvature: then the scale would grow without limit.
             largest = max(largest, found)
-            scale = max(size(y), float(here.norm()) / largest if largest else 0.0)
+            scale = max(norm_of(y), float(here.norm()) / largest if largest else 0.0)
             image = difference(
                 slope, y, here, self._vector, scale or math.sqrt(len(here)), WAY_OF_A_STEP
             )
@@ -157,7 +157,7 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
     """
     here, generator = slope(y), torch.Generator().manual_seed(0)
     vector = torch.randn(len(here), generator=generator, device="cpu").to(here)
-    scale = size(y) or math.sqrt(len(here))
+    scale = norm_of(y) or math.sqrt(len(here))
     found = 0.0
     for _ in range(steps):
         vector /= vector.norm()
@@ -168,6 +168,20 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
         found = math.copysign(length, float(vector @ image))
         vector = image
     return found
+
+
+def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor) -> float:
+    """A multiplier in the units of f over g, from their curvatures and gradients at y.
+
+    With it f adds a tenth to the curvature of g. An f that is linear, up to rounding, takes y as
+    far as y is long, or as a step of 1/L is; where both are zero, the unit of y is 1.
+    """
+    rounding: float = torch.finfo(of_g.dtype).eps ** 0.5
+    slope, unit = float(of_f.norm()), math.sqrt(len(of_g))
+    length = max(norm_of(y), float(of_g.norm()) / g)
+    if f * (length or unit) > rounding * slope:
+        return 10 * f / g
+    return slope / g / max(length, rounding * unit)
 
 
 def mean_of(slopes: list[Slope]) -> Slope:

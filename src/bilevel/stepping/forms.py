@@ -30,7 +30,7 @@ from bilevel.variables.forms import (
 LEAST = {"last": -math.inf, "failed": -math.inf, "noisy": -1.0, "brake": 1.0}
 """The least values of those that are not positive: values of the merit, by rounding a count."""
 
-KNOWN = ("first", "uncertain", "promised", "noisy", "brake")
+KNOWN = ("first", "uncertain", "promised", "noisy", "brake", "steady")
 """The remembered numbers that are known from the start on; others are NaN until they are found."""
 
 
@@ -85,6 +85,7 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         "latest": many(real()),
         "solution": many(real()),
         "spread": many(real()),
+        "gap": real(nan=True, infinite=True),
         "steepness": real(0.0, nan=True, infinite=True),
         "curvatures": _curvatures_form(mine),
         "settled": flag,

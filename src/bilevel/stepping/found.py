@@ -10,17 +10,19 @@ solution rises while x rests: the copies then met more curvature than a look had
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
-solution for methods without a Phi. Errors of y and z change Phi to second order only. Under noise
-it is the mean over a fixed probe of minibatches, and the differences on each of them say how sure
-it is. The test is failed if
+solution for methods without a Phi. Errors of y and z change Phi to second order only, but f to the
+first, so that where nothing is sampled y is then solved further (:mod:`bilevel.stepping.settling`).
+Under noise the merit is the mean over a fixed probe of minibatches, and the differences on each of
+them say how sure it is. The test is failed in each of these cases:
 
-    the merit rose by more than a tenth of what the direction had promised (but of no more than the
-    merit itself), beyond three standard errors and what it drifts by while x rests;
-    or y met a curvature more than four times that at the reference;
-    or the copies of y could not settle; or a number was not finite;
-    or f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy, or,
-    where nothing is sampled, did not fall where the merit fell by a tenth: then the merit, which
-    stands for it, does not, and the multiplier is raised.
+- the merit rose by more than a tenth of what the direction had promised (but of no more than the
+  merit itself), beyond three standard errors and what it drifts by while x rests;
+- y met a curvature more than four times that at the reference;
+- the copies of y could not settle (f at a y that was solved further did not fall, though the slopes
+  at both ends of the step say so; or the gap fell below zero), or a number was not finite;
+- f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy, or,
+  where nothing is sampled, did not fall where the merit fell by a tenth: then the merit does not
+  stand for f, and the multiplier is raised.
 
 The reference is where the merit was last seen to fall, so that many small rises count together.
 After a failure x and all copies of y go back there, and x rests for one outer step, in which the
@@ -37,21 +39,21 @@ The first step promises a tenth of the merit and is at most a tenth as long as x
 a test sees only what the probe shows, no entry of x moves by more than four times the median
 of all, or four units if that is more.
 
-*The multiplier* starts at the number that is given (10), or at ten times the ratio of the
-curvatures of f and g if that is more. It is raised where f, seen from the two ends of the finite
-difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x, z)||
-(looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and
-since y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x
-direction does not jump. A multiplier that is a function of k is followed as it is.
+*The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
+curvature of g, whatever the units of f and g are; of an f without curvature at ||grad_y f|| / (L_g
+||y||). A number that is given is the least. It is raised where f, seen from the two ends of the
+finite difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x,
+z)|| (looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and since
+y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
+does not jump. A multiplier that is a function of k is followed as it is.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +66,7 @@ from bilevel.stepping.curvature import (
     Slope,
     change_within,
     cosine,
+    first_multiplier,
     mean_of,
     probed_slopes,
 )
@@ -81,6 +84,8 @@ from bilevel.stepping.merit import (
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
+from bilevel.stepping.settling import settle
+from bilevel.stepping.traits import Traits
 from bilevel.variables import Variable, flatten, saved
 
 FIRST_POWER_STEPS = 8
@@ -93,19 +98,12 @@ LONGEST_WINDOW, GROWING_WINDOW = 64, 8
 WINDOW_OF_GIVEN_STEPS = 8
 """The longest window where the steps of x are given, which nothing tests."""
 
-FALLBACK_RATE = 0.1
 SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
 STEEPER = 4.0
 LEAST_SHARE = 1e-3
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
-
-MOST_RETURNS = 30
-"""After so many returns in a row the step is next to nothing, and shortening it does not help."""
-
-Stiffness: TypeAlias = Callable[[float, float, float], float]
-"""From the curvatures of g and f and the multiplier to the curvature that the lower steps meet."""
 
 
 class FoundSizes(GivenSizes):
@@ -114,29 +112,19 @@ class FoundSizes(GivenSizes):
     Args:
         rates: what is given; the others are found.
         y: the lower variable.
-        stiffness: of the method; None: its lower steps have a rate of their own.
-        raises: whether the multiplier may be raised.
-        inner_steps: T.
-        follows_path: whether the method's lower steps can be those of a :class:`Pace`.
+        traits: how the method moves y.
     """
 
-    def __init__(
-        self,
-        rates: Rates,
-        y: Variable,
-        *,
-        stiffness: Stiffness | None,
-        raises: bool,
-        inner_steps: int,
-        follows_path: bool = False,
-    ) -> None:
+    def __init__(self, rates: Rates, y: Variable, traits: Traits) -> None:
         super().__init__(rates)
-        self._stiffness = stiffness
-        self._raises = raises
+        finds, inner_steps = traits.stiffness is not None, traits.inner_steps
+        self._traits = traits
         self._unit = -(-REFERENCE_INNER_STEPS // inner_steps)
-        self._curvatures = [Curvature(y, seed) for seed in range(0 if stiffness is None else 2)]
+        self._curvatures = [Curvature(y, seed) for seed in range(2 if finds else 0)]
         self._tests = rates.upper is None
-        self._path = Pace(inner_steps) if follows_path and stiffness is not None else None
+        self._path = Pace(inner_steps) if traits.follows_path and finds else None
+        self._settles = traits.settles and finds and self._tests
+        self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
         self._reference: Reference | None = None
@@ -177,18 +165,22 @@ class FoundSizes(GivenSizes):
         if look or self._changes or not self._rates.constant or self.pace is not None:
             self._set_sizes(state)
         assert self.current is not None
+        self._settled = None
+        if look and self._settles and not self._noisy:
+            before = None if n.measuring else self._reference
+            self._settled = settle(objectives, state, float(self.current.lower), before)
         return self.current
 
     def _set_sizes(self, state: Iterate) -> None:
         n = self._numbers
         # a raised multiplier is above the given one, which must not be taken for a decrease
-        now = self._rates.at(state.k, 0.0 if self._raises else state.multiplier)
-        multiplier = max(now.multiplier, n.multiplier) if self._raises else now.multiplier
+        now = self._rates.at(state.k, 0.0 if self._traits.raises else state.multiplier)
+        multiplier = n.multiplier or now.multiplier
         lower, penalty = now.lower, now.penalty
-        if self._stiffness is not None:
+        if self._traits.stiffness is not None:
             g, f = (curvature.value for curvature in self._curvatures)
-            n.steepness = self._stiffness(g, f, float(multiplier))
-            lower = self._lower_step()
+            n.steepness = self._traits.stiffness(g, f, float(multiplier))
+            lower = n.lower_step(self._unit)
             penalty = lower if math.isnan(now.penalty) else now.penalty
         upper = now.upper
         if self._tests:
@@ -200,15 +192,9 @@ class FoundSizes(GivenSizes):
             signal = self._signal / float(multiplier)
             self.pace.begin(float(sizes.lower), signal, goes_on=n.resting)
 
-    def _lower_step(self) -> float:
-        n = self._numbers
-        if not (n.steepness > 0 and math.isfinite(n.steepness)):
-            return FALLBACK_RATE  # g is linear in y: no curvature limits the step
-        return 1 / (n.steepness * n.brake * math.sqrt(1 + n.noisy / (10 * self._unit)))
-
     def _measure(self, objectives: Objectives, state: Iterate) -> None:
         """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
-        if self._stiffness is None:
+        if self._traits.stiffness is None:
             return
         n, y, noisy = self._numbers, state.solution, bool(self._noisy)
         of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
@@ -221,14 +207,16 @@ class FoundSizes(GivenSizes):
         if not n.looks:
             g.refine(lower, y, FIRST_POWER_STEPS, here=here)
             f.refine(upper, y, FIRST_POWER_STEPS)
-            if self._raises and g.value > 0:
-                n.multiplier = 10 * f.value / g.value
+            if self._traits.raises and g.value > 0:
+                own = first_multiplier(g.value, f.value, y, here, upper(y))
+                n.multiplier = max(own, self._traits.least_multiplier)
         else:
             g.refine(lower, y, 1, noisy=noisy, here=here)
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
             self._signal = float(upper(state.penalised or y).norm())
+        n.steady = self._traits.steady(state.k) if noisy else 1.0
         if len(of_g) > 1 and n.looks:
             n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
         if not self._tests:
@@ -237,7 +225,7 @@ class FoundSizes(GivenSizes):
     def _raise_multiplier(self, state: Iterate, *, least: float = 1.0) -> bool:
         """Make the finite difference finer where f changes its slope within it; whether it did."""
         z, y = state.solution, state.penalised
-        if not self._raises or y is None:
+        if not self._traits.raises or y is None:
             return False
         # on the samples of the last look: to peek at others now would change what is saved
         slope = self._slope_of_f
@@ -268,7 +256,7 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks, self._changes = 0, n.looks + 1, True
-        found = merits_at(objectives, state, phi)
+        found = self._settled[0] if self._settled else merits_at(objectives, state, phi)
         direction = gain * flatten(state.x.grads())
         if not all(map(math.isfinite, found.values)):
             return self._go_back(state, math.inf)
@@ -288,7 +276,7 @@ class FoundSizes(GivenSizes):
 
     def _lower_rose(self, found: Merits) -> bool:
         """Whether g at the lower solution rose while x rested: its steps are then too long."""
-        if self._stiffness is None or self.pace is not None or not found.lower:
+        if self._traits.stiffness is None or self.pace is not None or not found.lower:
             return False
         last = 0.0 if math.isnan(self._numbers.last) else self._numbers.last
         return surely_rose(found.lower, self._rested, least=abs(last) / found.multiplier)
@@ -299,7 +287,8 @@ class FoundSizes(GivenSizes):
         value = statistics.fmean(merits) if merits else 0.0
         # z is the minimiser of g, so that a gap below zero is an error of z
         near = found.gap >= -TOLERATED * abs(found.upper)
-        settled = (self.pace is None or self.pace.settled) and near
+        known = self._settled[1] if self._settled else self.pace is None or self.pace.settled
+        settled = known and near
         before = self._reference
         if n.measuring or before is None:
             n.drift = 0.0 if not merits else abs(value - n.last)
@@ -323,7 +312,9 @@ class FoundSizes(GivenSizes):
             n.failed = math.nan
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
+        # at a kink the copies never settle, and the gap may be below zero from the start
         lags = before.settled and not settled
+        lags = lags or (not self._noisy and not near and found.gap < 2 * min(0.0, before.gap))
         way = flatten(state.x.leaves) - before.x
         rises = [here - there for here, there in zip(merits, before.merits, strict=False)]
         rise = statistics.fmean(rises) if rises else 0.0
@@ -331,12 +322,15 @@ class FoundSizes(GivenSizes):
         n.promised = max(0.0, -float(way @ before.direction))
         rounding = 10 * torch.finfo(way.dtype).eps * abs(value)
         slope = float(way @ direction)
+        if self._settled and rise > 0.5 * TOLERATED * (slope - n.promised) + rounding < 0:
+            lags = True  # the slopes at both ends say that F fell: y has not followed
         # a promise of more than the merit itself is made by a slope that does not last
         tolerated = TOLERATED * min(n.promised, abs(value - rise))
         rose = rise > tolerated + n.drift + SURE * error + rounding
         # a rise by as much as the merit itself is not an error of y, which a rest would mend
         hopeless = rose and bool(self._noisy) and rise > abs(value - rise)
-        self.undecided = lags and not (steeper or hopeless) and n.rests < LATER_RESTS
+        most = MOST_RESTS if self._settled else LATER_RESTS
+        self.undecided = lags and not (steeper or hopeless) and n.rests < most
         if self.undecided:
             if not near:
                 self._contract(state, 0.0)  # y solves g better than z; both go on from one place
@@ -344,13 +338,19 @@ class FoundSizes(GivenSizes):
             return 0.0
         # what y may have left to fall is of the order of the gap
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
-        if rose and len(rises) == 1 and slope <= 0.8 * n.promised and rise <= excused:
+        if (
+            rose
+            and len(rises) == 1
+            and not self._settled
+            and slope <= 0.8 * n.promised
+            and rise <= excused
+        ):
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
         lags = lags and not (self._noisy and rise < -SURE * error)
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
-        if self._raises and before.misled(found, noisy=bool(self._noisy)):
+        if self._traits.raises and before.misled(found, noisy=bool(self._noisy)):
             self._put_back(state)
             if not self._raise_multiplier(state, least=2.0):
                 self._go_back(state, math.inf)
@@ -456,7 +456,7 @@ class FoundSizes(GivenSizes):
     @torch.no_grad()
     def take_back(self, state: Iterate) -> bool:
         n = self._numbers
-        if self._reference is None or n.returns > MOST_RETURNS:
+        if self._reference is None or n.stuck:
             return False
         n.since, self._changes = 0, True
         self._go_back(state, math.inf)

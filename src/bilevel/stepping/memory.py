@@ -17,6 +17,12 @@ from bilevel.variables import flatten
 MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
 
+FALLBACK_RATE = 0.1
+"""Where g is linear in y, so that no curvature limits the step."""
+
+MOST_RETURNS = 30
+"""After so many returns in a row the step is next to nothing, and shortening it does not help."""
+
 
 @dataclass
 class Numbers:
@@ -35,6 +41,7 @@ class Numbers:
         uncertain: three standard errors of the difference that failed.
         promised: the decrease that was promised then.
         brake: by how much the step of y is shorter than its curvature says.
+        steady: the share of 1/L with which the method's estimates do not grow by noise.
         noisy: the outer steps in which noise hid what y has left to gain.
         multiplier: the raised one.
         steepness: the curvature that the lower steps meet.
@@ -55,6 +62,7 @@ class Numbers:
     uncertain: float = 0.0
     promised: float = 0.0
     brake: float = 1.0
+    steady: float = 1.0
     noisy: float = 0.0
     multiplier: float = 0.0
     steepness: float = 0.0
@@ -66,6 +74,18 @@ class Numbers:
         """The merit is another one from now on: measure it before x moves again."""
         self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS
         self.last = self.failed = math.nan
+
+    @property
+    def stuck(self) -> bool:
+        """Whether x went back so often in a row that shortening its step does not help."""
+        return self.returns > MOST_RETURNS
+
+    def lower_step(self, unit: int) -> float:
+        """The step of y, in outer steps of which ``unit`` count as one."""
+        if not (self.steepness > 0 and math.isfinite(self.steepness)):
+            return FALLBACK_RATE
+        share = min(self.steady, 1 / math.sqrt(1 + self.noisy / (10 * unit)))
+        return share / (self.steepness * self.brake)
 
     def shorten(self, rise: float, *, noisy: bool) -> None:
         """Shorten the step of x after a window that failed, by which the merit rose by so much."""
@@ -99,6 +119,7 @@ class Reference:
         lower: g at the lower solution on each of them.
         solution: f there, where its mean was lowest since the merit was last measured anew.
         spread: by how much that was above f at the penalised copy.
+        gap: the part of the merit that is lam * ( g(x, y) - g(x, z) ).
         steepness: the curvature that the lower steps met.
         curvatures: what is known of those of g and f.
         settled: whether the copies of y had settled; at a kink they never do.
@@ -113,6 +134,7 @@ class Reference:
     lower: list[float]
     solution: list[float]
     spread: list[float]
+    gap: float
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool
@@ -151,5 +173,5 @@ def reference_at(
     x = flatten(state.x.leaves).detach()
     places = [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
     merits = found.values
-    known = merits, merits, found.lower, found.solution, found.spread
+    known = merits, merits, found.lower, found.solution, found.spread, found.gap
     return Reference(state.k, x, places, direction, *known, steepness, curvatures, settled)

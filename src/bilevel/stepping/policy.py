@@ -11,6 +11,7 @@ from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.rates import Rates, StepSizes
+from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
 
 
@@ -31,6 +32,9 @@ class Iterate(Protocol):
 
     def variables(self) -> list[Variable]:
         """The upper variable and all copies of the lower one, always in one order."""
+
+    def updates(self) -> list[Update]:
+        """How each of them moves."""
 
     def contract_copies(self, share: float) -> None:
         """Leave only a share of the distances between the copies and the lower solution."""

@@ -1,0 +1,124 @@
+"""Steps of x that are tested on f at the lower solution, and what that asks of y."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bilevel
+from bilevel.methods import AID, BOME, F3SA, MASOBA, SOBA, VPBGD
+from bilevel.problems import Quadratic
+from bilevel.stepping.settling import settle
+
+METHODS: list[Any] = [F3SA(), AID(), SOBA(), MASOBA(), BOME(), VPBGD()]
+
+
+class Prior:
+    """Ridge regressions on eight small tasks towards a common x, as iMAML has them.
+
+    The condition numbers of the tasks are far above what ten plain steps of y can follow.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        truth = draw(10) + 0.3 * draw(8, 10)
+        self.train, self.test = draw(8, 5, 10), draw(8, 20, 10)
+        self.targets = [(a @ truth[..., None])[..., 0] for a in (self.train, self.test)]
+        self.problem = bilevel.Problem(self.upper, self.lower)
+        self.x0, self.y0 = torch.zeros(10, dtype=torch.float64), torch.zeros(8, 10).double()
+
+    def upper(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return (((self.test @ y[..., None])[..., 0] - self.targets[1]) ** 2).mean()
+
+    def lower(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        loss = (((self.train @ y[..., None])[..., 0] - self.targets[0]) ** 2).mean()
+        return loss + 0.5 * ((y - x) ** 2).mean()
+
+    def value(self, x: Tensor) -> float:
+        """F in closed form."""
+        pull = 0.5 * 5 / 10  # the two means are over 5 and over 10 entries of a task
+        matrix = self.train.mT @ self.train + pull * torch.eye(10, dtype=torch.float64)
+        right = (self.train.mT @ self.targets[0][..., None])[..., 0] + pull * x
+        return float(self.upper(x, torch.linalg.solve(matrix, right), None))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_y_that_cannot_follow_x_does_not_mislead_it(method: Any) -> None:
+    task = Prior()
+    start = task.value(task.x0)
+    found = bilevel.minimize(task.problem, task.x0, task.y0, method=method, steps=100)
+    assert task.value(found.x) < 0.9 * start
+
+
+def test_the_lower_solution_is_moved_on_until_f_rests() -> None:
+    problem = Quadratic(condition=20, seed=0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=F3SA())
+    state: Any = solver.state
+    with torch.no_grad():
+        state.y.leaves[0].add_(1.0)
+    apart = (state.y.leaves[0] - state.z.leaves[0]).detach().clone()
+    rate = 1.0 / problem.constants.l_g1
+    merits, settled = settle(solver.evaluator, state, rate, None) or (None, None)
+    assert settled
+    exact = problem.value(problem.x0).detach()
+    assert merits is not None
+    assert merits.values == [pytest.approx(float(exact), rel=0.05)]
+    torch.testing.assert_close((state.y.leaves[0] - state.z.leaves[0]).detach(), apart)
+
+
+def test_a_lower_solution_that_has_far_to_go_is_not_called_settled() -> None:
+    """Of two modes f sees the slow one, in which y has thousands of steps to go."""
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return 0.5 * (y[0] - x) ** 2 + 0.5e-3 * (y[1] - x) ** 2
+
+    problem = bilevel.Problem(lambda x, y, b: 1 + (y[1] - 1.0) ** 2, lower)
+    start = torch.tensor(1.0, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    state: Any
+    for steps, expected in ((1, False), (60, True)):
+        solver = bilevel.Solver(problem, *start, method=SOBA())
+        state = solver.state
+        for _ in range(steps):
+            found = settle(solver.evaluator, state, 1.0, None)
+        assert found is not None
+        merits, settled = found
+        assert settled is expected
+    assert merits.values == [pytest.approx(1.0, abs=0.1)]  # f at y*
+
+
+def test_estimates_with_momentum_do_not_grow_by_noise() -> None:
+    """With steps of 1/L the paper's momentum makes F3SA's estimates grow without bound here."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(500, 20, generator=generator) * (
+        1 + 4 * (torch.rand(500, 1, generator=generator) < 0.05)
+    )
+    truth = torch.randn(20, generator=generator)
+    noise = torch.randn(500, generator=generator)
+    data = features, features @ truth + noise
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((batch[0] @ y - batch[1]) ** 2).mean()
+
+    problem = bilevel.Problem(
+        upper, lambda x, y, batch: upper(x, y, batch) + x.exp() * (y**2).mean()
+    )
+    found = bilevel.minimize(
+        problem,
+        torch.tensor(2.0),
+        torch.zeros(20),
+        method=F3SA(),
+        steps=400,
+        lower_data=data,
+        upper_data=data,
+        batch_size=16,
+    )
+    assert float(upper(found.x, found.y, data)) < 0.2 * float((data[1] ** 2).mean())
+    method = F3SA(momentum=lambda k: 0.25)
+    assert [method.steady_share(k) for k in (0, 1, 2)] == [1.0, 1.0, 0.5]
