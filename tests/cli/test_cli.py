@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,18 @@ def test_importing_the_library_needs_only_torch_and_numpy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "COMPLETED"
+
+
+def test_a_terminal_that_lacks_characters_loses_no_results(tmp_path: Path) -> None:
+    rows = [f"{i % 2 + 0.01 * i},{'日本' if i % 2 else 'ab'}" for i in range(40)]
+    (tmp_path / "train.csv").write_text("größe,label\n" + "\n".join(rows), encoding="utf-8")
+    code = "from bilevel.cli import main; main()"
+    options = ["--label", "label", "--out", "out", "--json", "found.json"]
+    run = subprocess.run(
+        [sys.executable, "-c", code, "clean", "train.csv", *options],
+        cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert b"gr\\xf6\\xdfe" in run.stdout
+    assert (tmp_path / "found.json").exists()

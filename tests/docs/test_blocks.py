@@ -21,6 +21,8 @@ LONG = {
     # the contract of methods, which tests/methods holds every method to
     "docs/api/testing.md",
     "docs/write-a-method.md",
+    # compiles kernels
+    "docs/compile.md",
     # runs to a solution, of what other tests run for a few steps
     "docs/constraints.md",
     "docs/few-shot.md",

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.commands import app as benchmarks
 from bilevel import errors
+from bilevel.cli.app import app as bilevel
 from tests.docs.pages import DOCS, ROOT, TEXTS, load_script, name_of
 
 
@@ -41,6 +43,26 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not re.match("https?://|(.*/)?(generated|gallery/pages)/", target):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [*TEXTS, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_commands_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    # "bilevel NAME" is a command where it stands in backticks or begins a line of a console.
+    for pattern, known in (
+        (r"`make ([a-z-]+)", targets),
+        (r"python -m benchmarks ([a-z-]+)", names_of(benchmarks)),
+        (r"(?:`|\$ |^    )bilevel ([a-z]+)\b(?! =)", names_of(bilevel)),
+    ):
+        assert set(re.findall(pattern, text, re.MULTILINE)) <= set(known)
+    for script in re.findall(r"python (docs/\w+\.py)", text):
+        assert (ROOT / script).exists(), script
+
+
+def names_of(app: Any) -> list[str]:
+    commands = (command.name or command.callback.__name__ for command in app.registered_commands)
+    return [*commands, *(group.name for group in app.registered_groups)]
 
 
 def test_the_readme_is_read_to_the_end() -> None:

@@ -127,6 +127,15 @@ class Visit:
         wide = self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert wide <= 0, f"{self.page.url} scrolls sideways by {wide} pixels"
 
+    def assert_readable(self) -> None:
+        """Code in a table must not be broken letter by letter, because its column is narrow."""
+        broken = self.page.evaluate(
+            """() => [...document.querySelectorAll("td code.literal")]
+                .filter(code => code.getClientRects().length > 1 + code.textContent.length / 5)
+                .map(code => code.textContent)"""
+        )
+        assert broken == [], self.page.url
+
     def end(self) -> None:
         self.page.evaluate("null")  # Events that came before this answer have been noticed.
         self.context.close()
@@ -142,6 +151,7 @@ def test_pages_fit_in_both_schemes(browser: Browser, address: str, width: int, s
         page = visit.to(path)
         assert page.locator("h1").first.is_visible()
         visit.assert_fits()
+        visit.assert_readable()
         shade = page.evaluate("getComputedStyle(document.body).backgroundColor")
         lightness = sum(map(int, shade[shade.index("(") + 1 : -1].split(",")[:3])) / (3 * 255)
         assert (lightness > 0.5) == (scheme == "light"), f"{path}: {shade} in the {scheme} scheme"
@@ -154,6 +164,7 @@ def test_every_page_fits_a_telephone(browser: Browser, address: str) -> None:
     for path in sorted(SITE.rglob("*.html")):
         visit.to(path.relative_to(SITE).as_posix())
         visit.assert_fits()
+        visit.assert_readable()
     visit.end()
 
 

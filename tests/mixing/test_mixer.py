@@ -276,6 +276,32 @@ def test_a_run_that_was_stopped_goes_on_with_its_weights(tmp_path: Path) -> None
         assert (resumed.history[name] == whole.history[name]).all(), name
 
 
+class _Counts:
+    """A callback with a state of its own, which ends the run at its fourth call."""
+
+    calls = 0
+
+    def __call__(self, solver: Any, info: Any) -> bool:
+        self.calls += 1
+        return self.calls == 4
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_the_state_of_a_callback_goes_on_too(tmp_path: Path) -> None:
+    model, first, second = Bigrams(), _Counts(), _Counts()
+    stopped, resumed = (
+        mixer(model).fit(steps=9, record_every=1, callback=counts, checkpoint=tmp_path / "run")
+        for counts in (first, second)
+    )
+    assert (stopped.steps, resumed.steps) == (4, 9)
+    assert second.calls == 9
+
+
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match=r"callback"):
         mixer().fit(steps=1, callback="runs")
@@ -410,6 +436,7 @@ BAD_BATCHES: list[tuple[Any, type[BilevelError], str]] = [
         ArgumentError,
         r"{}",
     ),
+    ([{"input_ids": GOOD[0], "attention_mask": torch.ones(1, 3)}], ArgumentError, "{}"),
     (
         [{"input_ids": GOOD[0], "labels": torch.full((1, 6), -100)}],
         ArgumentError,

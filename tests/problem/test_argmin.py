@@ -369,3 +369,50 @@ def test_a_weight_that_becomes_negative_is_told() -> None:
     x = torch.tensor([-1.0])
     with pytest.raises(ObjectiveError, match="weight of L1 must be at least 0"):
         bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, x, y_prox=bilevel.prox.L1(lambda x: x))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layer", ["argmin", "fixed_point"])
+def test_a_gradient_that_is_not_finite_flows_on(bad: float, layer: str) -> None:
+    """Whoever looks for it, such as a GradScaler, looks at the end."""
+    x = torch.ones(3, requires_grad=True)
+    if layer == "argmin":
+        y = bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, torch.zeros(3))
+    else:
+        y = bilevel.fixed_point(lambda x, y: x + 0.1 * y, x, torch.zeros(3))
+    (bad * y.sum()).backward()
+    assert x.grad is not None
+    assert not torch.isfinite(x.grad).any()
+
+
+@pytest.mark.parametrize("unit", [1e5, 1e8, 1e12])
+def test_a_minimum_in_large_numbers_is_found_from_zero(unit: float) -> None:
+    x = torch.linspace(1, 2, 5, requires_grad=True)
+    A = torch.diag(torch.linspace(1, 4, 5))
+    y = bilevel.argmin(lambda x, y: ((A @ y / unit - x) ** 2).sum(), x, torch.zeros(5))
+    (y / unit).sum().backward()
+    torch.testing.assert_close(y / unit, x / A.diagonal(), rtol=1e-5, atol=0)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 1 / A.diagonal(), rtol=1e-3, atol=0)
+
+
+def test_parts_of_two_precisions_are_told_apart_as_the_coarser_one_is() -> None:
+    x = torch.linspace(0.5, 1.5, 4, dtype=torch.float64, requires_grad=True)
+    start = [torch.zeros(4, dtype=torch.float64), torch.zeros(4)]
+    y = bilevel.argmin(
+        lambda x, y: ((y[0] - x.sin()) ** 2).sum() + ((y[1] - x.cos()) ** 2).sum(), x, start
+    )
+    y[1].sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, -x.sin().detach(), rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap], ids=["grad", "vmap"])
+def test_transforms_of_torch_are_refused_by_name(transform: Any) -> None:
+    def layer(x: Tensor) -> Tensor:
+        minimum = bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, torch.zeros(2))
+        return minimum.sum()
+
+    given = torch.ones(2) if transform is torch.func.grad else torch.ones(3, 2)
+    with pytest.raises(ArgumentError, match=r"torch\.func and torch\.vmap"):
+        transform(layer)(given)

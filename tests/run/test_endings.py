@@ -182,3 +182,40 @@ def test_a_run_goes_back_although_its_data_cannot() -> None:
     )  # fmt: skip
     assert result.outcome is Outcome.COMPLETED
     assert result.history["lower_lr"][-1] < 2.0
+
+
+class _Spoils(torch.optim.SGD):
+    """Makes NaN of finite gradients in its fourth step, as Adam does where float16 underflows."""
+
+    when: int | None = 4
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        super().step()
+        if self.taken == self.when:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.fill_(float("nan"))
+
+
+SPOILT = F2SA(0.5, upper_optimizer=lambda params: _Spoils(params, lr=0.1))
+
+
+@pytest.mark.parametrize("ending", [{"steps": 4}, {"callback": lambda solver, info: solver.k == 4}])
+def test_an_end_that_is_not_finite_is_told(ending: dict[str, Any]) -> None:
+    """No further step is there to see what the optimizer has done."""
+    with pytest.raises(bilevel.errors.NonFiniteError, match="its optimizer") as caught:
+        run(SPOILT, **ending)
+    assert caught.value.step == 3
+    assert caught.value.result.outcome is Outcome.BROKEN
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("safetensors")
+    saved = bilevel.Checkpoint(tmp_path, every_steps=2, every_seconds=None)
+    with pytest.raises(bilevel.errors.NonFiniteError):
+        run(SPOILT, steps=9, checkpoint=saved)
+    monkeypatch.setattr(_Spoils, "when", None)
+    resumed = run(SPOILT, steps=9, checkpoint=saved)
+    assert torch.equal(resumed.x, run(SPOILT, steps=9).x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bilevel
-from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError
+from bilevel.errors import ArgumentError, ArgumentTypeError, DataExhaustedError, ObjectiveError
 
 LOWER_LR, UPPER_LR, LAM, T = 0.05, 0.2, 10.0, 4
 
@@ -369,3 +369,21 @@ def test_an_iterator_of_tasks_may_end() -> None:
 def test_what_does_not_go_with_episodes(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         bilevel.minimize(PROBLEM, X0, Y0, steps=2, **options)
+
+
+def test_a_start_that_writes_into_x_is_refused() -> None:
+    """It would move x by itself in every step."""
+
+    def task(generator: torch.Generator) -> Any:
+        points = torch.randn(2, 5, generator=generator)
+        return [(part, 2 * part) for part in points]
+
+    def loss(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        error = ((y * batch[0] - batch[1]) ** 2).mean() + (y - x) ** 2
+        assert isinstance(error, Tensor)
+        return error
+
+    tasks = bilevel.Episodes(task, tasks=2, start=lambda x: x.mul_(0.5))
+    method, one = bilevel.F2SA(0.1, 0.1), torch.tensor(1.0)
+    with pytest.raises(ObjectiveError, match=r"start\(x\) writes into x"):
+        bilevel.minimize(bilevel.Problem(loss, loss), one, one, method=method, data=tasks, steps=3)

@@ -36,6 +36,15 @@ class Squares(Dataset[dict[str, Tensor]]):
         return {"index": torch.tensor(float(i)), "square": torch.tensor(float(i * i))}
 
 
+class Frame:
+    """What tells a DataFrame: going through it gives the names of its columns."""
+
+    iloc = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+
 class NoLength(Dataset[Tensor]):
     def __getitem__(self, i: int) -> Tensor:
         return torch.tensor(float(i))

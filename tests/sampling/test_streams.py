@@ -26,6 +26,7 @@ from tests.sampling.kinds import (
     SAMPLED_HERE,
     Again,
     Batch,
+    Frame,
     NoLength,
     Squares,
     all_same,
@@ -367,6 +368,7 @@ def test_an_iterable_without_batches_is_named() -> None:
             "direction_batch_size=11",
         ),
         (NoLength(), {}, ArgumentTypeError, "lower_data"),
+        (Frame(), {}, ArgumentTypeError, r"lower_data.* pandas"),
         (3.5, {}, ArgumentTypeError, r"lower_data"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel
-from bilevel.errors import CompileWarning, UnbatchedWarning
+from bilevel.errors import CompileWarning, HookWarning, UnbatchedWarning
 from bilevel.variables import Variable
 
 VOCABULARY, CONTEXT, WIDTH, SOURCES = 11, 8, 16, 3
@@ -383,3 +384,26 @@ def test_what_takes_minibatches_whole_says_so() -> None:
         bilevel.minimize_many(
             problem, problem.x0, problem.y0, methods=[method], seeds=2, steps=2, **options
         )
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_copies_would_lack_are_told(register: str) -> None:
+    """A hook that masks a gradient would silently mask nothing."""
+
+    def loss(x: Tensor, y: nn.Linear, batch: None) -> Tensor:
+        error: Tensor = ((y(torch.ones(2)) - x) ** 2).sum()
+        return error
+
+    problem = bilevel.Problem(loss, loss)
+
+    def hooked() -> nn.Linear:
+        net = nn.Linear(2, 1)
+        getattr(net.weight, register)(lambda given: None)
+        return net
+
+    with pytest.warns(HookWarning, match=r"y0\.weight has a hook"):
+        bilevel.Solver(problem, torch.zeros(1), hooked())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bilevel.Solver(problem, torch.zeros(1), hooked)  # builds every copy with its hooks
+        bilevel.Solver(problem, torch.zeros(1), nn.Linear(2, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from bilevel.errors import MissingExtraError
@@ -17,4 +18,9 @@ def main() -> None:
         if error.name is None or error.name.split(".")[0] not in {"typer", "rich"}:
             raise
         sys.exit(f"bilevel: {MissingExtraError(error.name, 'cli')}")
+    for stream in (sys.stdout, sys.stderr):
+        # Names of labels and files may have characters that the terminal's encoding lacks; the
+        # results, which may have taken hours, must not be lost for that.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -155,7 +155,7 @@ class EagerEvaluator(Evaluator):
             with frozen(*phi.points), buffers_kept(phi.x, *phi.points):
                 self._add_direction(phi, self.draw.direction(nodes, shared))
             return None
-        if not self._moves_one_by_one(phi):
+        if not self._moves_one_by_one(phi) or descent.pace is not None:
             self._add_direction(phi, self.draw.inner_parts(nodes, shared))
             return descent
         samples = self.draw.inner(nodes, shared)
@@ -188,6 +188,10 @@ class EagerEvaluator(Evaluator):
         if state.policy.due:
             check.gradients([(x, gain)], averaged=True)
             check.read()
+            if also is not None and also.phi is phi:
+                # the last of the inner steps; what is tested, and may be returned to, is their end
+                self._move_copies(also, read=True)
+                also = None
             upper_lr = state.policy.judge(self, state, phi, float(gain))
             if state.policy.returned:  # the gradients of the copies were taken elsewhere
                 also = None

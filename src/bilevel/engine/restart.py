@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bilevel.errors import ObjectiveError
 from bilevel.methods import State
 from bilevel.sampling import Episodes
 from bilevel.variables import Variable
@@ -29,8 +30,14 @@ class Restart:
         if start == "warm":
             return
         if callable(start):
+            versions = [leaf._version for leaf in state.x.leaves]
             with torch.no_grad():
                 given = start(state.x.value)
+                if versions != [leaf._version for leaf in state.x.leaves]:
+                    raise ObjectiveError(
+                        "start(x) writes into x in place, and so moves it in every step; let it "
+                        "return new tensors"
+                    )
                 tensors = self._start.tensors_like(given, "the result of start")
                 torch._foreach_copy_(self._start.leaves, tensors)
         state.restart(self._start)

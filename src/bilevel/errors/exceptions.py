@@ -150,7 +150,8 @@ class DataExhaustedError(RunError, RuntimeError):
 class NonFiniteError(RunError, ArithmeticError):
     """A loss or a gradient became infinite or NaN; the run stopped before using it.
 
-    Its ``state`` is the last finite one.
+    Its ``state`` is the last finite one, unless an optimizer of the user's own made what is not
+    finite of what was.
 
     Attributes:
         step: the outer step k in which it happened.
@@ -164,13 +165,17 @@ class NonFiniteError(RunError, ArithmeticError):
     diagnosis: str | None = None
     advice: str | None = None
 
-    def __init__(self, step: int, quantity: str) -> None:
+    def __init__(self, step: int, quantity: str, *, kept: bool = True) -> None:
         self.step = step
         self.quantity = quantity
+        state = (
+            "the last finite state is in this exception's 'state'"
+            if kept
+            else "what it was before is not kept, but in a checkpoint, if there are any"
+        )
         super().__init__(
-            f"{quantity} is not finite at step {step}; the last finite state is in this "
-            f"exception's 'state'. Usual causes: steps that are too long for the curvature, or "
-            f"data or a function that is not finite there"
+            f"{quantity} is not finite at step {step}; {state}. Usual causes: steps that are too "
+            f"long for the curvature, or data or a function that is not finite there"
         )
 
     def __str__(self) -> str:
@@ -212,6 +217,10 @@ class FlatWarning(BilevelWarning):
 
 class TiedWarning(BilevelWarning):
     """One tensor stands twice in a variable, where it is one variable; two may have been meant."""
+
+
+class HookWarning(BilevelWarning):
+    """A parameter has hooks on its gradient, which its copies have not."""
 
 
 class CompileWarning(BilevelWarning):

@@ -17,6 +17,7 @@ from bilevel.problem import Problem
 from bilevel.run import Callback, CheckpointLike, Solver, minimize
 from bilevel.run.loggers import Logger
 from bilevel.sampling import CombinedData
+from bilevel.variables import Stateful
 
 
 class DataMixer:
@@ -186,11 +187,16 @@ class _WeightRecorder:
 
     def state_dict(self) -> dict[str, Any]:
         steps = list(self._weights)
-        return {"steps": torch.tensor(steps, device="cpu"), "weights": self.at(steps)}
+        state = {"steps": torch.tensor(steps, device="cpu"), "weights": self.at(steps)}
+        if isinstance(self._callback, Stateful):
+            state["callback"] = self._callback.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps, weights = state["steps"].tolist(), state["weights"]
         self._weights = dict(zip(steps, weights, strict=True))
+        if isinstance(self._callback, Stateful) and "callback" in state:
+            self._callback.load_state_dict(state["callback"])
 
 
 def _adamw(

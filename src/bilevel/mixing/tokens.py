@@ -61,6 +61,11 @@ def check_batch(name: str, batch: Any, device: torch.device) -> TokenBatch:
         )
     if "labels" not in inputs:
         mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape != ids.shape:
+            raise ArgumentError(
+                f"a batch of {name} has an attention_mask of shape {tuple(mask.shape)} beside "
+                f"tokens of shape {tuple(ids.shape)}; the two must be equal, or labels be given"
+            )
         inputs["labels"] = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
     inputs["labels"] = labels = _as_integers(name, "labels", inputs["labels"])
     if labels.shape != ids.shape:

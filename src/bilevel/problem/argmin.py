@@ -37,6 +37,15 @@ from bilevel.variables import (
     unflatten_like,
 )
 
+try:  # seen in torch 2.4 to 2.13
+    from torch._C._functorch import maybe_current_level
+except ImportError:  # another version of torch, whose own message has to do
+
+    def maybe_current_level() -> int | None:
+        """How deep inside torch.func and torch.vmap this is; None: it is not."""
+        return None
+
+
 Objective = Callable[[Any, Any], Any]
 """``g(x, y) -> scalar tensor``, or ``phi(x, y) -> y``."""
 
@@ -145,6 +154,13 @@ def _layer(
         )
     checked_number("tolerance", tolerance)
     check_count("steps", steps)
+    if maybe_current_level() is not None:
+        raise ArgumentError(
+            f"the solution is found by steps whose number depends on the values of {kind.name}, "
+            f"which torch.func and torch.vmap do not allow; differentiate with backward() or "
+            f"torch.autograd.grad, and give a batch as one y, whose terms are added up in "
+            f"{kind.name}"
+        )
     return kind(function, Variable(x, "x"), Variable.copy_of(y0, "y"), tolerance, steps)
 
 
@@ -240,7 +256,8 @@ class _Minimum(_Layer):
             )
 
     def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
-        eps = float(torch.finfo(y.dtype).eps)
+        # rounding is that of the coarsest numbers from which the difference is taken
+        eps = max(torch.finfo(tensor.dtype).eps for tensor in (*self.y.leaves, *x))
         way = float(y.norm()) or float((y - flatten(self.y.leaves)).norm()) or 1.0
         length = float(cotangent.norm())
         if not length > 0:
@@ -383,6 +400,8 @@ class _Solution(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         y, *x = ctx.saved_tensors
         cotangent = flatten([part.detach() for part in cotangents]).to(y.dtype)
+        if not bool(torch.isfinite(cotangent).all()):  # as through any other operation
+            return None, *(torch.full_like(tensor, math.nan) for tensor in x)
         # The squares of very small or large entries would be 0 or infinite.
         unit = float(cotangent.abs().max()) if cotangent.numel() else 0.0
         if not 0 < unit < math.inf:

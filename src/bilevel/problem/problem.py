@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentTypeError, ObjectiveError
@@ -88,6 +89,7 @@ class Problem:
 
     def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
         """The upper objective, checked to be a scalar; its metrics are put into ``metrics``."""
+        _forget_casts()
         return _scalar("upper", self.upper(x.value, y.value, batch), metrics)
 
     def g(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
@@ -95,6 +97,7 @@ class Problem:
 
         A non-smooth term is a constant in y here, because steps follow it by its proximal map.
         """
+        _forget_casts()
         value = _scalar("lower", self.lower(x.value, y.value, batch), metrics)
         if self.y_prox is not None:
             for leaf, term in zip(y.leaves, self.y_terms(y), strict=True):
@@ -132,6 +135,16 @@ class Objectives(Protocol):
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the ranks of an objective or of its gradient."""
+
+
+def _forget_casts() -> None:
+    """Make autocast cast the parameters anew.
+
+    It keeps their casts until its context is left. Around a whole run these would be the parameters
+    as they were before the first step, whatever steps have made of them since.
+    """
+    if not torch.compiler.is_compiling():  # a graph holds its casts itself
+        torch.clear_autocast_cache()
 
 
 def _scalar(name: str, value: Any, metrics: Metrics | None) -> Tensor:

@@ -16,6 +16,7 @@ from bilevel.errors import (
     ArgumentTypeError,
     DistributedError,
     DivergenceError,
+    NonFiniteError,
     RunError,
     WorsenedWarning,
     warn,
@@ -45,7 +46,7 @@ from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Solver
 from bilevel.run.worsening import Worsening, worsening
 from bilevel.sampling import DirectionSize, Episodes
-from bilevel.variables import Stateful
+from bilevel.variables import Stateful, local_part
 
 Callback: TypeAlias = Callable[[Solver, Info], bool | None]
 """Called as ``callback(solver, info)`` at every recorded step; True ends the run."""
@@ -251,6 +252,7 @@ class _Loop:
                 self._advance()
             with self._errors_with_result():
                 self._solver.settle()
+                self._require_finite_x()
             if self._saved is not None:
                 self._saved.save()
         result = self._result(self._outcome())
@@ -294,6 +296,8 @@ class _Loop:
             known = self._selector.accepts_unsettled and callback is None
             if last or due or inspected or judged or not known:
                 solver.settle()
+            if last:
+                self._require_finite_x()
             self._selector.after(info)
             if recorded:
                 self._recorder.add(info, self._clock.seconds)
@@ -323,7 +327,17 @@ class _Loop:
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
+                self._require_finite_x()
             self._saved.save()
+
+    def _require_finite_x(self) -> None:
+        """Raise for what an optimizer made of finite gradients, which only the next step sees."""
+        solver = self._solver
+        if solver.state.x_update.plain:
+            return
+        bad = not all(bool(torch.isfinite(local_part(v)).all()) for v in solver.state.x.leaves)
+        if bad if solver.ranks is None else solver.ranks.any(bad)[0]:
+            raise NonFiniteError(solver.k - 1, "x as its optimizer left it", kept=False)
 
     def _called_back(self, info: Info) -> tuple[bool, Exception | None]:
         """Whether the callback ends the run, and what it raised, which all ranks must know."""

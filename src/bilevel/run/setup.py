@@ -30,7 +30,7 @@ from bilevel.sampling import (
     PrivateRandomness,
     stream_of,
 )
-from bilevel.variables import Averaging, Variable, local_part
+from bilevel.variables import Averaging, Variable, local_part, warn_of_hooks
 
 LEVELS = ("upper_data", "lower_data")
 SIZES = ("batch_size", "direction_batch_size", "chunk_size")
@@ -203,6 +203,8 @@ def starting_point(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variab
     """The variables of a run, copied from x0 and y0."""
     x = Variable.copy_of(x0, "x", place)
     y = Variable.copy_of(y0, "y", place)
+    for given, name in ((x0, "x0"), (y0, "y0")):
+        warn_of_hooks(given, name)
     if x.device != y.device:
         raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
     for variable, name in ((x, "x0"), (y, "y0")):

@@ -59,10 +59,10 @@ class Solver(Resumable):
             "all": one pass over all data, in order.
         compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
             PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
-            and every later one a fraction of its time; the iterates differ only by rounding, and a
-            run may change over in either direction. What cannot be compiled runs as it is, after a
-            :class:`bilevel.errors.CompileWarning`. Python code that the objectives run beside their
-            computation runs only when they are compiled.
+            and every later one a fraction of its time; the iterates differ only by rounding (the
+            exception is in docs/compile.md), and a run may change over in either direction. What
+            cannot be compiled runs as it is, after a :class:`bilevel.errors.CompileWarning`. Python
+            code that the objectives run beside their computation runs only when they are compiled.
         accumulate: for large models (F2SA and F2BA): differentiate the terms of Phi one after
             another, so that the activations of only one of them are alive, and where f is not
             evaluated between the copies, one gradient. A dtype such as ``torch.bfloat16``: and

@@ -64,6 +64,11 @@ def stream_of(
             return to_device(default_collate([data[i] for i in indices]), device)
 
         return Indexed(length, take, batch_size, seed)
+    if hasattr(data, "iloc"):  # going through a DataFrame gives the names of its columns
+        raise ArgumentTypeError(
+            f"{name} is a {type(data).__name__} of pandas; give its numbers as a tensor, "
+            f"torch.as_tensor({name}.to_numpy()), or several tensors in a tuple or dict"
+        )
     if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         if isinstance(data, Sequence) and not data:
             raise ArgumentError(f"{name} is empty: {data!r}")

@@ -18,6 +18,7 @@ from bilevel.variables.gradients import (
     require_finite,
 )
 from bilevel.variables.layout import Averaging
+from bilevel.variables.leaves import warn_of_hooks
 from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
@@ -81,4 +82,5 @@ __all__ = [
     "touched_rows",
     "unflatten_like",
     "values_only",
+    "warn_of_hooks",
 ]

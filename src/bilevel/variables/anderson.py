@@ -26,6 +26,9 @@ STALLED = 60
 GROWN = 5
 """Plain steps that lengthened the residual, which without rounding none does, before the end."""
 
+LONGEST_LOOK = 20
+"""So many times the way is lengthened by ten on which the gradient is first seen to change."""
+
 LONGEST_SHORTENING = 60
 """So many times in a row a step may meet a number that is not finite and be shortened."""
 
@@ -91,14 +94,26 @@ class ProximalStep(Map):
         return self.project(y)
 
     def _first_curvature(self, y: Tensor, slope: Tensor) -> float:
-        """From the change of the gradient along a short way downhill."""
+        """From the change of the gradient along a way downhill.
+
+        The way is short, and grows while the gradient changes by no more than rounding, as it does
+        where y is measured in large numbers and starts at 0.
+        """
         length = float(slope.norm())
         if not length > 0:
             return 1.0
         way = 1e-3 * (float(y.norm()) or 1.0) / length * slope
-        there = self.project(y - way)
-        moved = float((there - y).norm())
-        turned = float((self.gradient(there) - slope).norm()) if moved > 0 else 0.0
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * length
+        moved = turned = 0.0
+        for _ in range(LONGEST_LOOK):
+            there = self.project(y - way)
+            moved, before = float((there - y).norm()), moved
+            if not before < moved < math.inf:  # the edge of a set, or of the numbers
+                break
+            turned = float((self.gradient(there) - slope).norm())
+            if not turned <= rounding:
+                break
+            way = 10 * way
         return turned / moved if turned > 0 and math.isfinite(turned) else 1.0
 
     def adapt(self, y: Tensor, seen: Tensor, other: Tensor, seen_there: Tensor) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bilevel.errors import ArgumentError, ArgumentTypeError, TiedWarning, warn
+from bilevel.errors import ArgumentError, ArgumentTypeError, HookWarning, TiedWarning, warn
 from bilevel.variables.table import Table
+from bilevel.variables.tree import walk
 
 MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The types in which steps can be computed."""
@@ -41,6 +43,25 @@ def warn_of_ties(nodes: Iterable[tuple[str, Tensor | nn.Module]]) -> None:
                 TiedWarning(
                     f"{before} and {path} are one tensor, and so one variable; give a clone() for "
                     f"two, or an nn.Parameter where they are to be tied"
+                )
+            )
+
+
+def warn_of_hooks(value: Any, name: str) -> None:
+    """Warn of hooks on the gradients of what is to be moved, of which deep copies have none.
+
+    A function that builds the copies gives them the hooks that they are meant to have.
+    """
+    if callable(value) and not isinstance(value, nn.Module):
+        return
+    for path, leaf in find_leaves(walk(value, name)):
+        hooks = leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)
+        if leaf.is_leaf and any(hooks):
+            warn(
+                HookWarning(
+                    f"{path} has a hook on its gradient, which the copies that are moved have not; "
+                    f"if it changes the gradient, do so in the forward pass, or give a function "
+                    f"that builds the copies with their hooks"
                 )
             )
 

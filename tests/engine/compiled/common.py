@@ -106,7 +106,8 @@ def assert_same(runs: Iterable[Solver], steps: int, **tolerance: float) -> None:
             assert found.ndim == 0
             torch.testing.assert_close(found, known, check_dtype=False, **tolerance)
     carried, carries = eager.state_dict(), compiled.state_dict()
-    torch.testing.assert_close(carries["state"], carried["state"], **tolerance)
+    # NaN is what "auto" has not found yet
+    torch.testing.assert_close(carries["state"], carried["state"], **tolerance, equal_nan=True)
     torch.testing.assert_close(carries["draw"], carried["draw"], rtol=0, atol=0)
 
 

@@ -214,6 +214,19 @@ def test_steps_that_are_found_are_tested_in_compiled_runs_too() -> None:
 
 
 @graphs
+@pytest.mark.parametrize(
+    "method",
+    [F2SA(), pytest.param(F2SA(0.2, scheme="midpoint"), marks=pytest.mark.slow)],
+    ids=["everything found", "upper_lr found"],
+)
+def test_steps_that_are_found_on_minibatches_are_the_same(method: F2SA) -> None:
+    """The tests of "auto" weigh g by the multiplier of the step, and so decide the same."""
+    runs = [solver(method, compile=c) for c in (False, True)]
+    assert_same(runs, 24, rtol=1e-8, atol=1e-10)
+    evaluator(runs[1])
+
+
+@graphs
 def test_minimize_gives_the_same_result() -> None:
     results = [
         bilevel.minimize(

@@ -193,7 +193,7 @@ class CompiledEvaluator(EagerEvaluator):
         if state.policy.due or not state.x_update.plain:
             state.x.set_grads([part.clone() for part in self._pieces.slope])
             if state.policy.due:
-                upper_lr = state.policy.judge(self, state, self._phi, 1.0)
+                upper_lr = state.policy.judge(self, state, plan.descent.phi, 1.0)
             upper_lr = state.x_update.choose(upper_lr)
             state.x_update.apply(upper_lr)
         info = self._info(plan, upper_lr, measure)
