@@ -61,9 +61,10 @@ audit:
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-recipes.txt
 	out/audit/bin/pip-audit --no-deps --disable-pip --requirement requirements-docs.txt
 
-# The pictures in docs/figures, from docs/figures/figures.json and benchmarks/results, and those in
-# docs/gallery, from docs/gallery/results.json.
+# The tables of figures in the pages and the pictures in docs/figures, from benchmarks/results and
+# docs/figures/figures.json, and the pictures in docs/gallery, from docs/gallery/results.json.
 figures: $(INSTALLED)
+	$(BIN)/python docs/measured.py
 	$(BIN)/python -m docs.draw_figures
 	$(BIN)/python docs/draw_gallery.py
 

@@ -6,8 +6,9 @@ Run ``python docs/how_to_choose.py``; a test holds the page to what this prints.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from bilevel import METHODS
+from bilevel import METHODS, Method
 from bilevel.methods import Ability
 
 PAGE = Path(__file__).parent / "how-to-choose.md"
@@ -18,43 +19,51 @@ def table() -> str:
     """One row per method."""
     rows = [
         "| `method=` | class | derivatives | gradients per outer step (T inner steps) "
-        "| copies of y | assumes | reference |",
-        "|---|---|---|---|---|---|---|",
+        "| copies of y | assumes |",
+        "|---|---|---|---|---|---|",
     ]
     for name, method in METHODS.items():
         p = method.properties
         order = {1: "first", 2: "second"}[p.order]
-        rows.append(
-            f'| `"{name}"` | `{method.__name__}` | {order} | {p.gradients} | {p.copies} '
-            f"| {p.assumes} | {p.reference} |"
-        )
+        cells = f'`"{name}"`', linked(method), order, p.gradients, str(p.copies), p.assumes
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
+def linked(method: type[Method[Any]]) -> str:
+    """The name of a class, with a link to its page, which has the reference."""
+    return f"[`{method.__name__}`](api/generated/bilevel.{method.__name__}.rst)"
+
+
 ABILITIES = {
-    Ability.LOWER_OPTIMIZER: "`lower_optimizer`",
-    Ability.UPPER_OPTIMIZER: "`upper_optimizer`",
-    Ability.CONSTRAINED_LOWER: "solutions on the boundary of `y_set`",
-    Ability.PROXIMAL: "non-smooth terms (`y_prox`)",
-    Ability.SPARSE_STEPS: "steps of a `Table` that cost its rows",
-    Ability.COMPILE: "`compile`",
-    Ability.STACK: "`minimize_many` at once",
+    Ability.LOWER_OPTIMIZER: "your optimizer for y: `lower_optimizer`",
+    Ability.UPPER_OPTIMIZER: "your optimizer for x: `upper_optimizer`",
+    Ability.CONSTRAINED_LOWER: "a `y_set` with the solution on its boundary",
+    Ability.PROXIMAL: "a lower level that is not smooth: `y_prox`",
+    Ability.SPARSE_STEPS: "a `Table` of which a step touches only the rows of the batch",
     Ability.TASKS: "several tasks in `Episodes`",
-    Ability.RANKS: "several ranks",
-    Ability.CHUNKS: "`chunk_size`",
+    Ability.COMPILE: "`compile=True`",
+    Ability.STACK: "`minimize_many` as one computation",
+    Ability.RANKS: "several processes",
+    Ability.CHUNKS: "minibatches in parts: `chunk_size`",
     Ability.ACCUMULATE: "`accumulate`, `loss_scale`",
 }
 
 
 def abilities() -> str:
-    """What each method can do, one row per method."""
-    rows = [
-        f"| | {' | '.join(ABILITIES.values())} |",
-        f"|---|{'---|' * len(ABILITIES)}",
-    ]
-    for method in METHODS.values():
-        can = ("yes" if ability in method.properties.abilities else "" for ability in ABILITIES)
-        rows.append(f"| `{method.__name__}` | {' | '.join(can)} |")
+    """Which methods can do what, one row per ability."""
+    rows = ["| what | which methods |", "|---|---|"]
+    for ability, what in ABILITIES.items():
+        able: list[str] = []
+        unable: list[str] = []
+        for method in METHODS.values():
+            can = ability in method.properties.abilities
+            (able if can else unable).append(f"`{method.__name__}`")
+        if len(unable) <= 3:
+            which = f"all but {', '.join(unable)}" if unable else "all"
+        else:
+            which = ", ".join(able)
+        rows.append(f"| {what} | {which} |")
     return "\n".join(rows)
 
 

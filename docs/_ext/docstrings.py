@@ -10,12 +10,17 @@ import inspect
 import re
 from typing import Any
 
+import bilevel
+
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Reference|Note)s?:$")
 LONE_LETTER = re.compile(r"^(\s+[\w, ]+: )([A-Z]\.)$")
 """A description such as "T.", which would be read as the number of a list."""
 
 NAMES = re.compile(r"^\s+(\w+, )*\w+,$")
 """Names of arguments that go on in the next line."""
+
+FOR_USERS = {"from_theory"}
+"""What users call of a method, beside its class."""
 
 ITEM = re.compile(r"([-*+]|\d+\.)\s|\.\. |>>> ")
 
@@ -81,6 +86,17 @@ def _of_others(
     return True if module is not None and module.partition(".")[0] != "bilevel" else None
 
 
+def _of_the_interface(
+    app: Any, what: str, name: str, _member: Any, _skip: bool, _options: Any
+) -> bool | None:
+    """Leave out of a method's page what the library calls; the page of ``Method`` has it."""
+    documented = getattr(bilevel, str(app.env.docname).rpartition(".")[2], None)
+    a_method = inspect.isclass(documented) and issubclass(documented, bilevel.Method)
+    if what != "class" or not a_method or documented is bilevel.Method:
+        return None
+    return None if name in FOR_USERS else True
+
+
 def _signature(
     _app: Any, what: str, _name: str, of: Any, _options: Any, signature: str | None, returns: Any
 ) -> tuple[str | None, Any]:
@@ -96,5 +112,6 @@ def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx, before napoleon reads the sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
     app.connect("autodoc-skip-member", _of_others)
+    app.connect("autodoc-skip-member", _of_the_interface)
     app.connect("autodoc-process-signature", _signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -179,9 +179,10 @@ def summary_text(pages: str) -> str:
         if found is None:
             cells += ["not measured yet", "", "", ""]
         else:
-            means = [shown(*mean_and_error(found.values(c)))[0] for c in found.competitors[:2]]
+            means = [f"{statistics.fmean(found.values(c)):.3g}" for c in found.competitors[:2]]
             lead, error = found.lead(found.competitors[1])
-            cells += [found.measure, *means, "yes" if lead > 2 * error else "no"]
+            more = " (more is better)" if found.better == "max" else ""
+            cells += [found.measure + more, *means, "yes" if lead > 2 * error else "no"]
         cells.append(str(code_lines(source(name))))
         table += [f"   {'* -' if place == 0 else '  -'} {c}" for place, c in enumerate(cells)]
     return "\n".join(table) + "\n"
