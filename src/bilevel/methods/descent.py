@@ -184,7 +184,7 @@ class DescentMethod(Method[S]):
             least_multiplier=self._least_multiplier,
             inner_steps=getattr(self, "inner_steps", 1),
             follows_path=self.follows_path and self.rates.lower is None,
-            settles=self.settles and not self.follows_path,
+            settles=self.settles,
             steady=self.steady_share,
         )
         return FoundSizes(self.rates, y, traits)

@@ -44,7 +44,7 @@ class SOBAState(OneCopyState):
     def restart(self, start: Variable) -> None:
         """Put y there; v and h stay, because from one task to the next x goes on from them."""
         self.y_update.restart(start)
-        self.policy.forget_momentum()
+        self.policy.forget_path()
 
 
 Directions: TypeAlias = tuple[list[Tensor], Tensor, Tensor]

@@ -111,7 +111,7 @@ class State:
             if update is not self.x_update:
                 update.restart(start)
         self.reset_estimators()
-        self.policy.forget_momentum()
+        self.policy.forget_path()
 
     def variables(self) -> list[Variable]:
         """Every variable that the state carries."""

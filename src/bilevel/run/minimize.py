@@ -43,8 +43,8 @@ from bilevel.run.outcome import Outcome, Result
 from bilevel.run.precision import warn_if_stalled
 from bilevel.run.resuming import Clock, SavedRun
 from bilevel.run.selection import SELECTORS
-from bilevel.run.solver import Solver
-from bilevel.run.worsening import Worsening, worsening
+from bilevel.run.solver import Point, Solver
+from bilevel.run.worsening import Worsening, rise_between, worsening
 from bilevel.sampling import DirectionSize, Episodes
 from bilevel.variables import Stateful, local_part
 
@@ -255,7 +255,8 @@ class _Loop:
                 self._require_finite_x()
             if self._saved is not None:
                 self._saved.save()
-        result = self._result(self._outcome())
+        point = self._selector.point(sound=True)
+        result = self._result(self._outcome(point), point)
         warn_if_stalled(self._solver, result.history)
         return result
 
@@ -368,15 +369,15 @@ class _Loop:
                 return
             diverged = isinstance(error, DivergenceError)
             outcome = Outcome.DIVERGED if diverged else Outcome.BROKEN
-            error.result = self._result(outcome, sound=False)
+            error.result = self._result(outcome, self._selector.point(sound=False))
             raise
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self, point: Point) -> Outcome:
         """How a run ended that no error ended."""
         alone = self._solver.ranks is None
         if self._interrupted or (alone and self._interrupts.asked):
             return Outcome.INTERRUPTED
-        worse = self._warn_if_worse()
+        worse = self._warn_if_worse(point)
         if self._stopped:
             return Outcome.STOPPED
         if self._guard.diverged:
@@ -390,9 +391,10 @@ class _Loop:
             return Outcome.OUT_OF_PATIENCE
         return Outcome.OUT_OF_TIME if self._late and early else Outcome.COMPLETED
 
-    def _warn_if_worse(self) -> bool:
+    def _warn_if_worse(self, point: Point) -> bool:
         """Whether f ended clearly above its start or its best, which is told unless that is known.
 
+        Where F at the start and at the end was compared, the history says no more about the start.
         It is known where the run was told to diverge, and it does no harm where the best is what
         is returned.
         """
@@ -404,8 +406,10 @@ class _Loop:
 
         found = worsened_by(self._solver.k)
         if found is not None and not self._guard.diverged:
-            *_, k = self._solver.final_point()
-            found = worsened_by(k)  # the last steps may have failed their test
+            final = point if self._options.select == "last" else self._solver.final_point()
+            found = worsened_by(final.k)  # the last steps may have failed their test
+        if point.compared is not None and (found is None or found.since == "start"):
+            found = rise_between(*point.compared)
         if found is None or self._guard.diverged:
             return False
         if self._options.select != "best":
@@ -417,10 +421,10 @@ class _Loop:
             )
         return True
 
-    def _result(self, outcome: Outcome, *, sound: bool = True) -> Result:
+    def _result(self, outcome: Outcome, point: Point) -> Result:
         steps, seconds = self._solver.k, self._clock.seconds
-        x, y, selected = self._selector.point(sound=sound)
-        return Result(x, y, self._recorder.history(steps), steps, seconds, outcome, selected)
+        history = self._recorder.history(steps)
+        return Result(point.x, point.y, history, steps, seconds, outcome, point.k)
 
 
 def _is_true(answer: Any) -> bool:

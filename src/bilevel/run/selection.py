@@ -9,7 +9,7 @@ import numpy as np
 from bilevel.errors import StateError
 from bilevel.methods import Info
 from bilevel.run.monitor import Monitor
-from bilevel.run.solver import Solver
+from bilevel.run.solver import Point, Solver
 from bilevel.variables import Form
 from bilevel.variables.forms import maybe, real, record, whole
 
@@ -34,10 +34,10 @@ class Last:
     def after(self, info: Info) -> None:
         """Called after each step: the lower solution belongs to x_k."""
 
-    def point(self, *, sound: bool) -> tuple[Any, Any, int]:
-        """x, its lower solution, and the k of x; not ``sound``: an error ended the run."""
+    def point(self, *, sound: bool) -> Point:
+        """What is returned; not ``sound``: an error ended the run."""
         solver = self.solver
-        return solver.final_point() if sound else (solver.x, solver.y, solver.k)
+        return solver.final_point() if sound else Point(solver.x, solver.y, solver.k)
 
     def state_dict(self) -> dict[str, Any]:
         """What the choice so far depends on."""
@@ -74,10 +74,10 @@ class Kept(Last):
         self._y.assign(self.solver.state.solution)
         self._k = k
 
-    def point(self, *, sound: bool) -> tuple[Any, Any, int]:
+    def point(self, *, sound: bool) -> Point:
         if self._k is None:
             return super().point(sound=sound)
-        return self._x.detached(), self._y.detached(), self._k
+        return Point(self._x.detached(), self._y.detached(), self._k)
 
     def state_dict(self) -> dict[str, Any]:
         return {"x": self._x.state_dict(), "y": self._y.state_dict(), "k": self._k}

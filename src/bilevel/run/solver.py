@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,22 @@ from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_rank
 from bilevel.sampling import DirectionSize, Draw, Episodes, EpisodicDraw, interrupts
 from bilevel.stepping import GivenSizes, StepSizePolicy
 from bilevel.variables import Variable, local_part
+
+
+class Point(NamedTuple):
+    """What a run returns.
+
+    Attributes:
+        x: the upper variable.
+        y: its lower solution.
+        k: the outer step that x belongs to.
+        compared: F at the start of the run and at x; None: they were not compared.
+    """
+
+    x: Any
+    y: Any
+    k: int
+    compared: tuple[float, float] | None = None
 
 
 class Solver(Resumable):
@@ -299,11 +315,11 @@ class Solver(Resumable):
         number that is not finite, and where the data is an iterator that cannot go back. (Any other
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
-        x, y, _ = self.final_point()
-        return y if self._is_at(x) else self.y
+        final = self.final_point()
+        return final.y if self._is_at(final.x) else self.y
 
-    def final_point(self) -> tuple[Any, Any, int]:
-        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them, and k.
+    def final_point(self) -> Point:
+        """Copies of x and of its lower solution, as :func:`bilevel.minimize` returns them.
 
         With ``upper_lr="auto"`` it is the last x that passed its test: the extra step of
         :meth:`lower_solution` also tests where the steps since then have led.
@@ -316,9 +332,9 @@ class Solver(Resumable):
             except torch.cuda.OutOfMemoryError:
                 if self.ranks is not None:  # the other ranks wait for this one
                     raise
-        return self.x, self.y, self.k
+        return Point(self.x, self.y, self.k)
 
-    def _fitted_at_x(self) -> tuple[Any, Any, int]:
+    def _fitted_at_x(self) -> Point:
         before = self.state_dict()
         try:
             self.state.policy.close()
@@ -328,13 +344,17 @@ class Solver(Resumable):
                 self.state.k -= 1
                 self.step(measure=False)
                 undecided = self.state.policy.undecided
-            y, k = self.y, self.state.policy.step_of(self.state)
-            if self.state.policy.returned:
-                return self.x, y, k
+            policy = self.state.policy
+            k, returned = policy.step_of(self.state), policy.returned
+            with self._running():
+                compared = policy.compared(self.evaluator, self.state)
+            y = self.y
+            if returned:
+                return Point(self.x, y, k, compared)
         finally:
             rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
-        return self.x, y, k
+        return Point(self.x, y, k, compared)
 
     def _is_at(self, point: Any) -> bool:
         here, there = (Variable(value, "x").leaves for value in (self.x, point))

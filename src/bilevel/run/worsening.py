@@ -131,6 +131,12 @@ def worsening(history: History, *, by_optimizer: bool = False) -> Worsening | No
     return None
 
 
+def rise_between(before: float, after: float) -> Worsening | None:
+    """The same of F itself at the start and at the end of a run, which are without noise."""
+    rose = _clearly_above(after, before, 0.0)
+    return Worsening("start", before, 0, after) if rose else None
+
+
 def _fitted(g: Series) -> int:
     """After how many recorded steps y was fitted, so that g had no longer to fall for that."""
     lowest = np.min(g)

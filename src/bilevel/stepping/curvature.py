@@ -184,6 +184,15 @@ def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor
     return slope / g / max(length, rounding * unit)
 
 
+def largest_multiplier(now: float, y: Variable, z: Variable, g: float, f: float) -> float:
+    """The multiplier beyond which the difference of two gradients, at y and z, is rounding."""
+    a, b = flatten(y.leaves), flatten(z.leaves)
+    rounding: float = torch.finfo(a.dtype).eps ** 0.5
+    apart = float((a - b).norm()) / (float(b.norm()) or math.inf)
+    closest = now * apart / rounding if apart else math.inf
+    return min(closest, 0.1 / rounding * max(1.0, f / g if g > 0 else 1.0))
+
+
 def mean_of(slopes: list[Slope]) -> Slope:
     """The mean of several gradients at the same point."""
     return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)

@@ -41,6 +41,7 @@ def policy_form(policy: StepSizePolicy, variables: Sequence[Variable]) -> Form:
     known: dict[str, Form] = {
         "shares": record(dict.fromkeys(mine["shares"], share)),
         "found": _numbers_form(),
+        "start": maybe(tensor((_size(variables),))),
         "reference": maybe(_reference_form(mine, variables)),
         "curvatures": _curvatures_form(mine),
         "rested": many(real()),
@@ -69,8 +70,13 @@ def _numbers_form() -> Form:
     return record(forms)
 
 
+def _size(variables: Sequence[Variable]) -> int:
+    """The numbers of x."""
+    return sum(leaf.numel() for leaf in variables[0].leaves) if variables else 0
+
+
 def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form:
-    size = sum(leaf.numel() for leaf in variables[0].leaves) if variables else 0
+    size = _size(variables)
     places = [
         each([tensor(t.shape, t) for t in (*variable.leaves, *variable.buffers)])
         for variable in variables
@@ -94,10 +100,9 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
 
 
 def _path_form(variables: Sequence[Variable]) -> Form:
-    size = sum(leaf.numel() for leaf in variables[-1].leaves) if variables else 0
-    return record(
-        {"rate": real(0.0, nan=True), "momentum": real(1.0), "ends": many(tensor((size,)))}
-    )
+    size = sum(leaf.numel() for copy in variables[1:] for leaf in copy.leaves)
+    step = each([tensor((size,)), tensor((size,))])
+    return record({"rate": real(0.0, nan=True), "steps": many(step)})
 
 
 def _curvatures_form(mine: dict[str, Any]) -> Form:

@@ -2,11 +2,10 @@
 
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
-step and one at every *look*. Where nothing is sampled, the copies of F2SA also feel the
-curvature of their own path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples
-disagree, what is left to gain is hidden in the noise; the step is then divided by sqrt(1 + n/10),
-where n counts the steps taken in that condition. It is halved for good where g at the lower
-solution rises while x rests: the copies then met more curvature than a look had seen.
+step and one at every *look*. Where nothing is sampled, the steps of F2SA's copies follow from their
+path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples disagree, what is left to
+gain is hidden in the noise; the step is then divided by sqrt(1 + n/10), where n counts the steps in
+that condition. It is halved for good where g rises at the lower solution while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -45,7 +44,9 @@ curvature of g, whatever the units of f and g are; of an f without curvature at 
 finite difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x,
 z)|| (looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and since
 y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
-does not jump. A multiplier that is a function of k is followed as it is.
+does not jump. Without noise it is doubled as well where x gained less than a tenth of the gap: Phi
+is below F by about as much, and x has then to follow F more closely than Phi does. A multiplier
+that is a function of k is followed as it is.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ from torch import Tensor
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
+from bilevel.stepping.comparison import compare
 from bilevel.stepping.curvature import (
     Curvature,
     Slope,
     change_within,
     cosine,
     first_multiplier,
+    largest_multiplier,
     mean_of,
     probed_slopes,
 )
@@ -91,9 +94,6 @@ from bilevel.variables import Variable, flatten, saved
 FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
 """Windows are counted in outer steps of so many inner steps: fewer do not let y follow x."""
-
-LONGEST_WINDOW, GROWING_WINDOW = 64, 8
-"""In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
 WINDOW_OF_GIVEN_STEPS = 8
 """The longest window where the steps of x are given, which nothing tests."""
@@ -123,10 +123,11 @@ class FoundSizes(GivenSizes):
         self._curvatures = [Curvature(y, seed) for seed in range(2 if finds else 0)]
         self._tests = rates.upper is None
         self._path = Pace(inner_steps) if traits.follows_path and finds else None
-        self._settles = traits.settles and finds and self._tests
+        self._settles = traits.settles and self._path is None and finds and self._tests
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
+        self._start: Tensor | None = None
         self._reference: Reference | None = None
         self._rested: list[float] = []
         self._signal = 0.0
@@ -136,7 +137,7 @@ class FoundSizes(GivenSizes):
     def without_pace(self) -> None:
         self._path = self.pace = None
 
-    def forget_momentum(self) -> None:
+    def forget_path(self) -> None:
         self._numbers.resting = False
 
     # Before an outer step
@@ -154,6 +155,8 @@ class FoundSizes(GivenSizes):
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
             self.pace = None if self._noisy else self._path
+        if self._start is None:
+            self._start = flatten(state.x.leaves).detach().clone()
         n.since += 1
         self.due = look and self._tests
         if look:
@@ -231,13 +234,10 @@ class FoundSizes(GivenSizes):
         slope = self._slope_of_f
         assert slope is not None, "a look comes before every test"
         rewind = Rewind(state.x.device)
-        change = change_within(slope, y, z)
+        wanted = max(change_within(slope, y, z) / SLOPE_CHANGE, least)
         rewind()
-        wanted = max(change / SLOPE_CHANGE, least)
-        g, f = (curvature.value for curvature in self._curvatures)
-        # beyond this the difference of two gradients is rounding
-        most = 0.1 * torch.finfo(z.leaves[0].dtype).eps ** -0.5 * max(1.0, f / g if g > 0 else 1.0)
         now = float(self.current.multiplier) if self.current is not None else state.multiplier
+        most = largest_multiplier(now, y, z, *(c.value for c in self._curvatures))
         raised = min(now * min(wanted, 10.0), most)
         if not (raised > now and math.isfinite(wanted)):
             return False
@@ -248,7 +248,7 @@ class FoundSizes(GivenSizes):
 
     def _contract(self, state: Iterate, share: float) -> None:
         state.contract_copies(share)
-        self.forget_momentum()
+        self.forget_path()
 
     # At the end of an outer step: the test
 
@@ -355,8 +355,15 @@ class FoundSizes(GivenSizes):
             if not self._raise_multiplier(state, least=2.0):
                 self._go_back(state, math.inf)
             return 0.0
-        self._learn(way, direction - before.direction, merits, before.latest)
+        if self._noisy:
+            latest = [here - there for here, there in zip(merits, before.latest, strict=False)]
+            n.learn_from_merits(latest, self._unit)
+        else:
+            n.learn_from_secant(way, direction - before.direction)
         n.returns, n.drift = 0, n.drift / 2
+        slow = not self._noisy and -rise < TOLERATED * found.gap
+        if slow and self._raise_multiplier(state, least=2.0):
+            return 0.0
         gained = not rises or rise < -error
         return self._go_on(state, direction, found, settled, keep=not gained)
 
@@ -367,20 +374,6 @@ class FoundSizes(GivenSizes):
         if not self.pace.rate:
             return math.inf  # a gradient overflowed on the way
         return max(self._numbers.steepness, 1 / self.pace.rate)
-
-    def _learn(self, way: Tensor, turn: Tensor, merits: list[float], latest: list[float]) -> None:
-        """The step after a window that passed the test, and the merits at its two ends."""
-        n = self._numbers
-        if self._noisy:
-            rises = [here - there for here, there in zip(merits, latest, strict=False)]
-            fell = bool(rises) and statistics.fmean(rises) < -standard_error(rises)
-            n.upper *= 2.0 if fell else 0.8 ** (n.window / LONGEST_WINDOW / self._unit)
-            longest = GROWING_WINDOW if fell else LONGEST_WINDOW
-            n.window = max(n.window, min(2 * n.window, longest * self._unit))
-            return
-        bend = float(way @ turn)
-        secant = float(way @ way) / bend if bend > 0 else math.inf
-        n.upper = max(0.1 * n.upper, min(2 * n.upper, secant))
 
     def _go_on(
         self,
@@ -448,6 +441,13 @@ class FoundSizes(GivenSizes):
     def close(self) -> None:
         self._closing = self._tests
 
+    def compared(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
+        start, now, traits = self._start, self.current, self._traits
+        solves = self._tests and self._curvatures and traits.settles and self._noisy is False
+        if not solves or start is None or now is None:
+            return None
+        return compare(objectives, state, float(now.lower), start, state.k * traits.inner_steps)
+
     def step_of(self, state: Iterate) -> int:
         there = self._reference
         back = there is not None and torch.equal(flatten(state.x.leaves), there.x)
@@ -468,14 +468,14 @@ class FoundSizes(GivenSizes):
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was found and measured."""
-        n, reference = self._numbers, None if self._reference is None else vars(self._reference)
+        n, there = self._numbers, self._reference
         return {
             **super().state_dict(),
             "tests": self._tests,
             "found": asdict(n),
             "curvatures": saved(self._curvatures),
-            "reference": saved(reference),
+            "start": saved(self._start),
+            "reference": None if there is None else saved(vars(there)),
             "rested": self._rested,
             "path": saved(self._path.state_dict()) if self._path and n.resting else None,
             "signal": self._signal,
@@ -491,6 +491,7 @@ class FoundSizes(GivenSizes):
         self._numbers = Numbers.checked(state["found"])
         for mine, theirs in zip(self._curvatures, state["curvatures"], strict=True):
             mine.load_state_dict(theirs)
+        self._start = saved(state["start"])
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._rested = list(state["rested"])

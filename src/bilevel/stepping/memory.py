@@ -10,12 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import StateError
-from bilevel.stepping.merit import TOLERATED, Merits, surely_rose
+from bilevel.stepping.merit import TOLERATED, Merits, standard_error, surely_rose
 from bilevel.stepping.policy import Iterate
 from bilevel.variables import flatten
 
 MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
+
+LONGEST_WINDOW, GROWING_WINDOW = 64, 8
+"""In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
 FALLBACK_RATE = 0.1
 """Where g is linear in y, so that no curvature limits the step."""
@@ -95,6 +98,19 @@ class Numbers:
             self.upper *= 0.5
         else:
             self.upper *= min(0.5, max(0.5 * self.promised / (self.promised + rise), 0.1))
+
+    def learn_from_secant(self, way: Tensor, turn: Tensor) -> None:
+        """The step after one that passed the test, by which the direction turned."""
+        bend = float(way @ turn)
+        secant = float(way @ way) / bend if bend > 0 else math.inf
+        self.upper = max(0.1 * self.upper, min(2 * self.upper, secant))
+
+    def learn_from_merits(self, rises: list[float], unit: int) -> None:
+        """The step and the window after one that passed, by what the merits rose in it."""
+        fell = bool(rises) and statistics.fmean(rises) < -standard_error(rises)
+        self.upper *= 2.0 if fell else 0.8 ** (self.window / LONGEST_WINDOW / unit)
+        longest = GROWING_WINDOW if fell else LONGEST_WINDOW
+        self.window = max(self.window, min(2 * self.window, longest * unit))
 
     @classmethod
     def checked(cls, found: Any) -> Numbers:

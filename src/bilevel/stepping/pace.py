@@ -5,11 +5,13 @@ At each inner step the gradients at two points of the path give the curvature be
     L_t = ||d_t - d_{t-1}|| / ||w_t - w_{t-1}||,
 
 and the step is never longer than 1/L_t: that x has moved to where g is steeper is felt one inner
-step later. The steps are Nesterov's, all copies with one length and one momentum, so that their
-difference obeys the same recursion; momentum starts afresh where a copy goes uphill (O'Donoghue
-and Candes 2015), and where x or y was moved in between. Inner steps go on until the copies have
-*settled*: what is left of their gradients is small beside ||grad_y f|| / lam, the pull that keeps y
-and z apart.
+step later. Between the steps the last ones are combined by Anderson acceleration
+(:mod:`bilevel.variables.anderson`), which follows long valleys: all copies with one length and in
+one combination, so that their difference obeys the same recursion. A combination that leads uphill,
+or from which the next steps are longer, is given up for the plain step; what is combined starts
+afresh there, where the length changes, and where x or y was moved in between. Inner steps go on
+until the copies have *settled*: what is left of their gradients is small beside ||grad_y f|| / lam,
+the pull that keeps y and z apart.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from torch import Tensor
 
 from bilevel.problem import Number
 from bilevel.stepping.updates import Update
-from bilevel.variables import flatten, unflatten_like
+from bilevel.variables import Past, flatten, unflatten_like
+
+MEMORY = 8
+"""Steps that are combined: more of them cost more than they gain where gradients are cheap."""
 
 SETTLED = 0.3
 """Of ||grad_y f|| / lam: the x direction is then wrong by about a third at most."""
@@ -58,14 +63,13 @@ class Pace:
         self.settled = False
         self._signal = 0.0
         self._taken = 0
-        self._momentum = 1.0
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._ends: list[Tensor] = []
+        self._past = Past(MEMORY)
 
     def begin(self, rate: float, signal: float, *, goes_on: bool = False) -> None:
         """Start an outer step: the longest step that is safe, and ||grad_y f|| / lam.
 
-        ``goes_on``: nothing has moved since the last one, and momentum is kept.
+        ``goes_on``: nothing has moved since the last one, whose steps are still combined.
         """
         self._signal = signal
         self.settled = False
@@ -75,8 +79,7 @@ class Pace:
             self.rate = min(rate, self.rate)
             return
         self.rate = rate
-        self._momentum = 1.0
-        self._ends = []
+        self._past.clear()
 
     @property
     def done(self) -> bool:
@@ -90,12 +93,15 @@ class Pace:
             (flatten(m.update.variable.leaves), float(m.gain) * flatten(m.update.variable.grads()))
             for m in moves
         ]
+        rise = 0.0
         for (point, slope), (old, before) in zip(here, self._before, strict=False):
             way, turn = float((point - old).norm()), float((slope - before).norm())
+            rise += float((point - old) @ (slope + before))  # by the trapezoidal rule
             # of a shorter way the turn is mostly rounding
             seen = torch.finfo(point.dtype).eps ** 0.5 * float(point.norm())
             if turn * self.rate > way > seen:
-                self.rate, self._momentum = way / turn, 1.0
+                self.rate = way / turn
+                self._past.clear()
         self._before = here
         for m in moves:
             m.update.apply(self.rate, m.gain)
@@ -106,31 +112,28 @@ class Pace:
         ]
         self.settled = max(float(way.norm()) for way in ways) <= SETTLED * self._signal * self.rate
         self._taken += 1
-        self._extrapolate(moves, [slope for _, slope in here])
+        self._combine(moves, ways, uphill=rise > 0)
 
-    def _extrapolate(self, moves: Sequence[Moving], slopes: Sequence[Tensor]) -> None:
-        """Go on in the direction of the last step, unless a copy would go uphill."""
-        ends = [flatten(m.update.variable.leaves) for m in moves]
-        ways = [end - old for end, old in zip(ends, self._ends, strict=False)]
-        self._ends = ends
-        uphill = any(float(slope @ way) > 0 for slope, way in zip(slopes, ways, strict=False))
-        if uphill or len(ways) < len(ends):
-            self._momentum = 1.0
-            return
-        after = (1 + math.sqrt(1 + 4 * self._momentum**2)) / 2
-        share, self._momentum = (self._momentum - 1) / after, after
-        if not share:
-            return
-        for m, way in zip(moves, ways, strict=True):
+    def _combine(self, moves: Sequence[Moving], ways: Sequence[Tensor], *, uphill: bool) -> None:
+        """Go on to the combination of the last steps, or back to the end of the last plain one."""
+        way = torch.cat(list(ways))
+        end = torch.cat([flatten(m.update.variable.leaves) for m in moves])
+        if len(self._past) > 1 and (uphill or self._past.lengthened_by(way)):
+            end = self._past.last
+            self._past.clear()
+        else:
+            self._past.add(way, end)
+            end = self._past.combined()
+        for m, part in zip(moves, torch.split(end, [len(way) for way in ways]), strict=True):
             leaves = m.update.variable.leaves
-            torch._foreach_add_(leaves, unflatten_like(way, leaves), alpha=share)
+            torch._foreach_copy_(leaves, unflatten_like(part, leaves))
             m.update.project()
 
     def state_dict(self) -> dict[str, Any]:
         """What an outer step that goes on needs of the last one."""
-        return {"rate": self.rate, "momentum": self._momentum, "ends": self._ends}
+        return {"rate": self.rate, **self._past.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.rate, self._momentum = state["rate"], state["momentum"]
-        self._ends = list(state["ends"])
+        self.rate = state["rate"]
+        self._past.load_state_dict(state)

@@ -69,7 +69,7 @@ class GivenSizes:
     def without_pace(self) -> None:
         """Give every inner step the length that :attr:`current` says, as compiled steps need it."""
 
-    def forget_momentum(self) -> None:
+    def forget_path(self) -> None:
         """The copies of y were put elsewhere: what was their way there says nothing."""
 
     def looks_next(self, state: Iterate) -> bool:
@@ -93,6 +93,10 @@ class GivenSizes:
 
     def close(self) -> None:
         """Let the next step be one that fits y and tests x, but does not move x further."""
+
+    def compared(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
+        """F at the start of the run and at x; None: it cannot be told, or nothing was tested."""
+        return None
 
     def step_of(self, state: Iterate) -> int:
         """The outer step that x belongs to: an earlier one where x went back and stayed."""

@@ -21,8 +21,7 @@ class Traits:
         inner_steps: T.
         follows_path: whether its lower steps can be those of a
             :class:`~bilevel.stepping.pace.Pace`.
-        settles: whether copies of y may be moved on at a look, because F is f at y*(x) and not f
-            after T steps.
+        settles: whether F is f at y*(x), so that y may be moved on, and not f after T steps.
         steady: from k to the share of 1/L with which the method's estimates do not grow by noise.
     """
 

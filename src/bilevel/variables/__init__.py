@@ -1,6 +1,6 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
-from bilevel.variables.anderson import Fixed, Found, ProximalStep, fixed_point_of
+from bilevel.variables.anderson import Fixed, Found, Past, ProximalStep, fixed_point_of
 from bilevel.variables.contexts import (
     buffers_copied,
     buffers_kept,
@@ -47,6 +47,7 @@ __all__ = [
     "Form",
     "Found",
     "GradientSum",
+    "Past",
     "ProximalStep",
     "Stateful",
     "Table",

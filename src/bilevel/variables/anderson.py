@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,66 @@ LONGEST_LOOK = 20
 
 LONGEST_SHORTENING = 60
 """So many times in a row a step may meet a number that is not finite and be shortened."""
+
+
+KEPT = 2 * 10**7
+"""The most numbers that are kept of past points, where y is large; two points are always."""
+
+
+class Past:
+    """The last steps, each from a point to its image, and their combination.
+
+    ``memory``: how many of them before the last are combined.
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._memory = memory
+        self._steps: deque[tuple[Tensor, Tensor]] = deque()
+
+    def clear(self) -> None:
+        """Start afresh."""
+        self._steps.clear()
+
+    @property
+    def last(self) -> Tensor:
+        """The image of the last point."""
+        return self._steps[-1][1]
+
+    def lengthened_by(self, residual: Tensor) -> bool:
+        """Whether a step is longer than the one before it."""
+        return not bool(residual.norm() <= self._steps[-1][0].norm())
+
+    def add(self, residual: Tensor, image: Tensor) -> None:
+        """One more step, by ``residual`` to ``image``."""
+        self._steps.append((residual, image))
+        most = min(self._memory, max(1, KEPT // (2 * max(1, len(image)))))
+        while len(self._steps) > most + 1:
+            self._steps.popleft()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def combined(self) -> Tensor:
+        """The combination of the images whose residual is smallest; of one, the image itself."""
+        if len(self._steps) == 1:
+            return self.last
+        residuals, images = (torch.stack(part) for part in zip(*self._steps, strict=True))
+        turns, changes = residuals.diff(dim=0).double(), images.diff(dim=0)
+        lengths = turns.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        turns = turns / lengths[:, None]
+        matrix = turns @ turns.T
+        matrix.diagonal().add_(1e-15)
+        shares = torch.linalg.solve(matrix, turns @ residuals[-1].double()) / lengths
+        mixed: Tensor = images[-1] - shares.to(changes.dtype) @ changes
+        return mixed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps."""
+        return {"steps": [list(step) for step in self._steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._steps = deque((residual, image) for residual, image in state["steps"])
 
 
 class Map(ABC):
@@ -159,7 +220,7 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
     eps = torch.finfo(start.dtype).eps
     y = map_.into(start)
     seen = map_.evaluate(y)
-    past: deque[tuple[Tensor, Tensor]] = deque(maxlen=MEMORY + 1)  # residuals and images
+    past = Past()
     least, since, grown, spoilt, evaluations = math.inf, 0, 0, 0, 1
     first = math.nan
     while True:
@@ -179,9 +240,9 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
             return Found(image, size, evaluations, converged=False)
         if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
             return Found(image, size, evaluations, done)
-        past.append((residual, image))
+        past.add(residual, image)
         mixed = len(past) > 1
-        other = map_.into(_combined(past)) if mixed else image
+        other = map_.into(past.combined()) if mixed else image
         seen_there = map_.evaluate(other)
         evaluations += 1
         if map_.adapt(y, seen, other, seen_there):
@@ -200,16 +261,3 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
 
 def _size(map_: Map, y: Tensor, seen: Tensor) -> float:
     return float((map_.image(y, seen) - y).norm())
-
-
-def _combined(past: deque[tuple[Tensor, Tensor]]) -> Tensor:
-    """The combination of the images whose residual is smallest."""
-    residuals, images = (torch.stack(part) for part in zip(*past, strict=True))
-    turns, changes = residuals.diff(dim=0).double(), images.diff(dim=0)
-    lengths = turns.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-    turns = turns / lengths[:, None]
-    matrix = turns @ turns.T
-    matrix.diagonal().add_(1e-15)
-    shares = torch.linalg.solve(matrix, turns @ residuals[-1].double()) / lengths
-    mixed: Tensor = images[-1] - shares.to(changes.dtype) @ changes
-    return mixed

@@ -1,0 +1,68 @@
+"""The lower steps of "auto" where nothing is sampled: long valleys, saddles and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from bilevel.stepping.pace import Pace
+from bilevel.stepping.updates import Update
+from bilevel.variables import Past, Variable, anderson
+
+
+@dataclass(frozen=True)
+class _Move:
+    update: Update
+    gain: float = 1.0
+
+
+def _after(g: Callable[[Tensor], Tensor], start: Tensor, rate: float, steps: int) -> Tensor:
+    """Where the steps of a pace lead from ``start``."""
+    y, pace = Variable.copy_of(start, "y"), Pace(steps)
+    move = _Move(Update(y, [None]))
+    pace.begin(rate, 0.0)
+    for _ in range(steps):
+        leaf = y.leaves[0].detach().requires_grad_()
+        y.set_grads(torch.autograd.grad(g(leaf), leaf))
+        pace.move([move])
+    return y.leaves[0].detach()
+
+
+def test_a_long_valley_is_followed() -> None:
+    """Of condition 10^4: gradient steps need some 10^5, Nesterov's a thousand."""
+    stiffness = torch.logspace(0, -4, 8, dtype=torch.float64)
+    found = _after(
+        lambda y: 0.5 * (stiffness * (y - 1) ** 2).sum(),
+        torch.zeros(8, dtype=torch.float64),
+        1.0,
+        60,
+    )
+    torch.testing.assert_close(found, torch.ones(8, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_a_saddle_is_no_solution() -> None:
+    """A gradient that becomes shorter is no sign of a descent: at the saddle it is 0."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    wanted = torch.tanh(inputs @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+
+    def g(y: Tensor) -> Tensor:  # all gradients vanish at y = 0, where it is no minimum
+        return ((torch.tanh(inputs @ y[:3]) * y[3:].sum() - wanted) ** 2).mean()
+
+    start = 0.3 * torch.randn(6, generator=generator, dtype=torch.float64)
+    found = _after(g, start, 0.1, 100)
+    assert g(found) < 0.05 * g(torch.zeros(6, dtype=torch.float64))
+
+
+def test_what_is_remembered_of_a_large_variable_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anderson, "KEPT", 100)
+    small, large = Past(8), Past(8)
+    for _ in range(20):
+        small.add(torch.ones(3), torch.ones(3))
+        large.add(torch.ones(20), torch.ones(20))
+    assert len(small) == 9
+    assert len(large) == 3  # the last, and two to combine it with: 100 / (2 * 20)
