@@ -71,8 +71,11 @@ class Execution:
 
 
 def refuse(method: Method[Any], ability: Ability, asked: str, instead: str = "") -> None:
-    """Raise, with the reason and the methods that can, if the method lacks the ability."""
+    """Raise, with the reason and what to do, if the method lacks the ability."""
     reason = method.why_not(ability)
-    if reason is not None:
-        advice = f"use {able(ability)}" + (f", {instead}" if instead else "")
-        raise ArgumentError(f"{asked} is not possible here: {reason}; {advice}")
+    if reason is None:
+        return
+    message = f"{asked} is not possible here: {reason}"
+    if ability not in method.properties.abilities:  # else the reason says which setting to change
+        message += f"; use {able(ability)}" + (f", {instead}" if instead else "")
+    raise ArgumentError(message)

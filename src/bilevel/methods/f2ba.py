@@ -84,7 +84,10 @@ class F2BA(F2SA):
             Limit(ability, lambda method: method.acceleration is not None, reason)
             for ability, reason in (
                 (Ability.STACK, "acceleration keeps a state of its own for each run"),
-                (Ability.SHARDS, "acceleration looks at whole vectors, but each rank holds a part"),
+                (
+                    Ability.SHARDS,
+                    "acceleration looks at whole vectors, but each rank holds a part; leave it out",
+                ),
             )
         ),
     )

@@ -50,6 +50,8 @@ class Layout:
         parts = [part for module in modules for part in module.modules()]
         self.wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded_modules = [part for part in parts if callable(getattr(part, "reshard", None))]
+        # Known by a method of its own: importing its class would load torch.distributed.fsdp.
+        self._older_fsdp = any(hasattr(part, "summon_full_params") for part in parts)
         self._tables = {
             id(part.values): part for part in parts if isinstance(part, Table) and part.divided
         }
@@ -67,6 +69,12 @@ class Layout:
         """Refuse what cannot be run on several ranks, in the variable ``name``."""
         if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
             self._refuse_for_torch(name)
+        if self._older_fsdp:
+            raise ArgumentError(
+                f"{name} holds FullyShardedDataParallel, which is not supported; divide the module "
+                f"by its successor fully_shard, in a function that builds it, such as "
+                f"{name}0=lambda: fully_shard(build())"
+            )
         for path, leaf in leaves:
             if is_sharded(leaf) and not (self.sharded_modules and _sharded_by_rows(leaf)):
                 raise ArgumentError(

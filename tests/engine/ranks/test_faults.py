@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import bilevel
@@ -250,11 +251,17 @@ def _refused(rank: int, name: str) -> tuple[str, str]:
         "bucket view": {"y0": view},
         "meta": {"y0": meta},
         "divided, not built": {"y0": fsdp()},
+        "older FSDP": {"y0": _of_older_fsdp()},
+        "older FSDP, built": {"y0": _of_older_fsdp},
         "divided, auto": {"y0": fsdp, "method": auto},
         "parameters outside": {"y0": fsdp, "lower": _ridge},
         "group": {"process_group": "all"},
     }
     return raised(lambda: _minimize(**options[name]))
+
+
+def _of_older_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(tasks.network(DOUBLE), device_id=torch.device("cpu"))
 
 
 def _ridge(x: Any, y: Any, batch: Any) -> Tensor:
@@ -272,6 +279,8 @@ def _ridge(x: Any, y: Any, batch: Any) -> Tensor:
         ("bucket view", "DistributedDataParallel(gradient_as_bucket_view=True)"),
         ("meta", "y.weight is on the meta device"),
         ("divided, not built", "y0=lambda: fully_shard(build())"),
+        ("older FSDP", "y holds FullyShardedDataParallel"),
+        ("older FSDP, built", "y holds FullyShardedDataParallel"),
         ("divided, auto", "give both as numbers"),
         ("parameters outside", "lower(x, y, batch) returned a DTensor"),
         ("group", "process_group must be 'default', None or"),
