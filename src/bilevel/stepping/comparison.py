@@ -76,7 +76,7 @@ def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> fl
         put(point)
         rewind()
         with values_only(x, y):
-            return float(objectives.mean(objectives.g(x, y, batch)))
+            return float(objectives.mean(objectives.g(x, y, batch).detach()))
 
     first = flatten(y.leaves).clone()
     precision: float = torch.finfo(first.dtype).eps ** 0.5

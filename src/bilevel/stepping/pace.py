@@ -63,7 +63,7 @@ class Pace:
         self.settled = False
         self._signal = 0.0
         self._taken = 0
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before: tuple[Tensor, Tensor] | None = None
         self._past = Past(MEMORY)
 
     def begin(self, rate: float, signal: float, *, goes_on: bool = False) -> None:
@@ -74,7 +74,7 @@ class Pace:
         self._signal = signal
         self.settled = False
         self._taken = 0
-        self._before = []
+        self._before = None
         if goes_on:
             self.rate = min(rate, self.rate)
             return
@@ -89,44 +89,42 @@ class Pace:
     @torch.no_grad()
     def move(self, moves: Sequence[Moving]) -> None:
         """One inner step of all copies, from the gradients on their leaves."""
-        here = [
-            (flatten(m.update.variable.leaves), float(m.gain) * flatten(m.update.variable.grads()))
-            for m in moves
-        ]
-        rise = 0.0
-        for (point, slope), (old, before) in zip(here, self._before, strict=False):
-            way, turn = float((point - old).norm()), float((slope - before).norm())
-            rise += float((point - old) @ (slope + before))  # by the trapezoidal rule
-            # of a shorter way the turn is mostly rounding
-            seen = torch.finfo(point.dtype).eps ** 0.5 * float(point.norm())
-            if turn * self.rate > way > seen:
-                self.rate = way / turn
-                self._past.clear()
-        self._before = here
+        copies = [m.update.variable for m in moves]
+        leaves = [leaf for copy in copies for leaf in copy.leaves]
+        points = flatten(leaves).view(len(copies), -1)
+        slopes = flatten([grad for copy in copies for grad in copy.grads()]).view_as(points)
+        gains = [float(m.gain) for m in moves]
+        if any(gain != 1.0 for gain in gains):
+            slopes *= slopes.new_tensor(gains)[:, None]
+        uphill = False
+        if self._before is not None:
+            old, before = self._before
+            ways = points - old
+            uphill = float((ways * (slopes + before)).sum()) > 0  # by the trapezoidal rule
+            for way, turn, size in zip(
+                *map(_lengths, (ways, slopes - before, points)), strict=True
+            ):
+                # of a shorter way the turn is mostly rounding
+                seen = torch.finfo(points.dtype).eps ** 0.5 * size
+                if turn * self.rate > way > seen:
+                    self.rate = way / turn
+                    self._past.clear()
+        self._before = points, slopes
         for m in moves:
             m.update.apply(self.rate, m.gain)
+        ends = flatten(leaves)
+        ways = ends.view_as(points) - points
         # not the gradients themselves, which do not vanish at the edge of a set
-        ways = [
-            flatten(m.update.variable.leaves) - point
-            for m, (point, _) in zip(moves, here, strict=True)
-        ]
-        self.settled = max(float(way.norm()) for way in ways) <= SETTLED * self._signal * self.rate
+        self.settled = max(_lengths(ways)) <= SETTLED * self._signal * self.rate
         self._taken += 1
-        self._combine(moves, ways, uphill=rise > 0)
-
-    def _combine(self, moves: Sequence[Moving], ways: Sequence[Tensor], *, uphill: bool) -> None:
-        """Go on to the combination of the last steps, or back to the end of the last plain one."""
-        way = torch.cat(list(ways))
-        end = torch.cat([flatten(m.update.variable.leaves) for m in moves])
-        if len(self._past) > 1 and (uphill or self._past.lengthened_by(way)):
-            end = self._past.last
+        if len(self._past) > 1 and (uphill or self._past.lengthened_by(ways.view(-1))):
+            ends = self._past.last
             self._past.clear()
         else:
-            self._past.add(way, end)
-            end = self._past.combined()
-        for m, part in zip(moves, torch.split(end, [len(way) for way in ways]), strict=True):
-            leaves = m.update.variable.leaves
-            torch._foreach_copy_(leaves, unflatten_like(part, leaves))
+            self._past.add(ways.view(-1), ends)
+            ends = self._past.combined()
+        torch._foreach_copy_(leaves, unflatten_like(ends, leaves))
+        for m in moves:
             m.update.project()
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,3 +135,8 @@ class Pace:
         """Go on from there."""
         self.rate = state["rate"]
         self._past.load_state_dict(state)
+
+
+def _lengths(rows: Tensor) -> list[float]:
+    lengths: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
+    return lengths

@@ -59,7 +59,8 @@ class Past:
 
     def lengthened_by(self, residual: Tensor) -> bool:
         """Whether a step is longer than the one before it."""
-        return not bool(residual.norm() <= self._steps[-1][0].norm())
+        before, now = (torch.linalg.vector_norm(r) for r in (self._steps[-1][0], residual))
+        return not bool(now <= before)
 
     def add(self, residual: Tensor, image: Tensor) -> None:
         """One more step, by ``residual`` to ``image``."""
@@ -77,7 +78,7 @@ class Past:
             return self.last
         residuals, images = (torch.stack(part) for part in zip(*self._steps, strict=True))
         turns, changes = residuals.diff(dim=0).double(), images.diff(dim=0)
-        lengths = turns.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        lengths = torch.linalg.vector_norm(turns, dim=1).clamp_min_(torch.finfo(torch.float64).tiny)
         turns = turns / lengths[:, None]
         matrix = turns @ turns.T
         matrix.diagonal().add_(1e-15)
