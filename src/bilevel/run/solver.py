@@ -138,7 +138,8 @@ class Solver(Resumable):
         self.state: State = on_every_rank(self.ranks, begin)
         optimizers = settings.of_optimizers(self.state)
         if self.ranks is not None:
-            self.ranks.require_same(optimizers, settings.differences)
+            metrics = {"metrics": list(self.evaluator.metric_names)}
+            self.ranks.require_same(optimizers | metrics, settings.differences)
         self._description["optimizers"] = optimizers
         if made.execution.compile:
             self.evaluator = with_compiled_steps(
