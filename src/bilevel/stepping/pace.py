@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bilevel.problem import Number
 from bilevel.stepping.updates import Update
-from bilevel.variables import flatten, unflatten_like
+from bilevel.variables import flatten, length, unflatten_like
 
 SETTLED = 0.3
 """Of ||grad_y f|| / lam: the x direction is then wrong by about a third at most."""
@@ -91,9 +91,9 @@ class Pace:
             for m in moves
         ]
         for (point, slope), (old, before) in zip(here, self._before, strict=False):
-            way, turn = float((point - old).norm()), float((slope - before).norm())
+            way, turn = length(point - old), length(slope - before)
             # of a shorter way the turn is mostly rounding
-            seen = torch.finfo(point.dtype).eps ** 0.5 * float(point.norm())
+            seen = torch.finfo(point.dtype).eps ** 0.5 * length(point)
             if turn * self.rate > way > seen:
                 self.rate, self._momentum = way / turn, 1.0
         self._before = here
@@ -104,7 +104,7 @@ class Pace:
             flatten(m.update.variable.leaves) - point
             for m, (point, _) in zip(moves, here, strict=True)
         ]
-        self.settled = max(float(way.norm()) for way in ways) <= SETTLED * self._signal * self.rate
+        self.settled = max(length(way) for way in ways) <= SETTLED * self._signal * self.rate
         self._taken += 1
         self._extrapolate(moves, [slope for _, slope in here])
 

@@ -39,7 +39,7 @@ from bilevel.variables.sparse import (
 from bilevel.variables.state import Stateful, check_alike, loaded, saved
 from bilevel.variables.table import Table
 from bilevel.variables.variable import Variable
-from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_like
+from bilevel.variables.vectors import conjugate_gradients, flatten, length, unflatten_like
 
 __all__ = [
     "Averaging",
@@ -67,6 +67,7 @@ __all__ = [
     "global_norm",
     "is_sharded",
     "largest_entries",
+    "length",
     "loaded",
     "local_part",
     "longest_step",

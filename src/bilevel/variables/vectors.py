@@ -16,6 +16,12 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in to_dense(tensors)])
 
 
+def length(vector: Tensor) -> float:
+    """The Euclidean norm; in single precision squares overflow from 1e19 on and vanish at 1e-23."""
+    dtype = None if vector.device.type == "mps" else torch.float64  # MPS has no double precision
+    return float(torch.linalg.vector_norm(vector.detach(), dtype=dtype))
+
+
 def unflatten_like(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat vector, in the shapes and dtypes of the tensors ``like``."""
     parts = torch.split(vector, [tensor.numel() for tensor in like])
