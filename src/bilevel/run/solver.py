@@ -387,3 +387,7 @@ class Solver(Resumable):
             variable.clear_grads()
         if isinstance(error, RunError):
             error.state = self.state_dict()
+        if isinstance(error, NonFiniteError):
+            variables = self.state.variables()
+            leaves = [local_part(leaf) for variable in variables for leaf in variable.leaves]
+            error.kept = all(bool(torch.isfinite(leaf).all()) for leaf in leaves)
