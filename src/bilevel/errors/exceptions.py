@@ -178,8 +178,8 @@ class NonFiniteError(RunError, ArithmeticError):
             f"causes: steps that are too long for the curvature, or data or a function that is not "
             f"finite there"
             if self.kept
-            else f"{super().__str__()}; an optimizer has left a variable that is not finite, and "
-            f"what it was before is not kept, but in a checkpoint, if there are any"
+            else f"{super().__str__()}; a variable itself is not finite, as an optimizer or the "
+            f"start of a task left it, and what it was before is in a checkpoint, if there are any"
         )
         if self.diagnosis is not None:
             return f"{message}. Here: {self.diagnosis}"
