@@ -158,7 +158,8 @@ def _assert_close(found: Tensor, known: Tensor, what: str) -> None:
 
 def _declares_itself(method: Method[Any]) -> None:
     properties = getattr(type(method), "properties", None)
-    _require(isinstance(properties, Properties), "the class declares no `properties`")
+    if not isinstance(properties, Properties):
+        raise AssertionError("the class declares no `properties`")
     _require(properties.order in (1, 2), f"properties.order is {properties.order!r}")
     _require(properties.copies >= 1, f"properties.copies is {properties.copies!r}")
     for name in ("gradients", "assumes", "reference"):
