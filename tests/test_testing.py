@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+import subprocess
+import sys
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bilevel.errors import ArgumentError, ArgumentTypeError
 from bilevel.methods import (
     Descent,
     DescentMethod,
@@ -190,6 +193,28 @@ class Stumbles(SPABA):
         raise IndexError("no such point")
 
 
+class ReportsAnotherRate(SPABA):
+    def step(self, evaluator: Evaluator, state: SPABAState, sizes: StepSizes) -> Info:
+        return replace(super().step(evaluator, state, sizes), lower_lr=77.0)
+
+
+class ReportsTextForARate(SPABA):
+    def step(self, evaluator: Evaluator, state: SPABAState, sizes: StepSizes) -> Info:
+        return replace(super().step(evaluator, state, sizes), upper_lr="0.1")  # type: ignore[arg-type]
+
+
+class CarriesAGenerator(SPABA):
+    def init(self, problem: Problem, x: Variable, y: Variable) -> SPABAState:
+        return WithGenerator(**vars(super().init(problem, x, y)), generator=torch.Generator())
+
+
+@dataclass
+class WithGenerator(SPABAState):
+    """Carries what no checkpoint can hold."""
+
+    generator: torch.Generator
+
+
 class ClaimsFirstOrder(SPABA):
     properties = Properties(1, "f: 2, g: 2", 2, "nothing", "nobody", SECOND_ORDER)
 
@@ -207,6 +232,9 @@ def test_a_method_that_keeps_the_contract_passes(eta: float) -> None:
         (ShortReference, "equals its reference: reference.* ended before the run"),
         (NotResumable, "resumes bit for bit"),
         (ReportsTwice, "reports: info.upper = .* are not f and g at x_0"),
+        (ReportsAnotherRate, "reports: info.lower_lr is 77.0 where 0.3 was given"),
+        (ReportsTextForARate, "reports: info.upper_lr is '0.1'"),
+        (CarriesAGenerator, "resumes bit for bit: StateError: state/state/generator is Generator"),
         (NeedsOneLeaf, "takes tensors, trees and modules: a tree gives NotImplementedError: one"),
         (Stumbles, "equals its reference: IndexError: no such point"),
         (ClaimsFirstOrder, "uses derivatives of its order: it differentiates twice"),
@@ -219,5 +247,23 @@ def test_a_method_that_does_not_is_refused(wrong: type[SPABA], property_that_fai
 
 
 def test_what_is_no_method_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"must be a bilevel\.Method, not 'f2sa'"):
+    with pytest.raises(ArgumentTypeError, match=r"must be a bilevel\.Method, not 'f2sa'"):
         check_method("f2sa")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "rates", [{}, {"lower_lr": 0.1}, {"upper_lr": 0.1, "lower_optimizer": torch.optim.SGD}]
+)
+def test_rates_that_no_reference_knows_are_refused(rates: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"rates .* neither 'auto' nor an optimizer"):
+        check_method(SPABA(**rates))
+
+
+def test_wrong_methods_fail_where_python_drops_asserts() -> None:
+    script = (
+        "from bilevel.testing import check_method\n"
+        "from tests.test_testing import SameSampleTwiceAtOnePoint\n"
+        "check_method(SameSampleTwiceAtOnePoint(0.3, 0.1))"
+    )
+    ended = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True)
+    assert "x_2 is not that of reference" in ended.stderr

@@ -40,11 +40,10 @@ from bilevel.stepping import Nesterov, SharedAdamW, schedules
 from bilevel.variables import Table
 
 if TYPE_CHECKING:
-    from bilevel import cleaning, data, mixing, problems, testing, theory
+    from bilevel import cleaning, data, diagnostics, mixing, problems, testing, theory
     from bilevel.cleaning import LabelCleaner
+    from bilevel.diagnostics import check_hypergradient, hypergradient
     from bilevel.mixing import DataMixer, Mixture
-    from bilevel.problems import diagnostics
-    from bilevel.problems.diagnostics import check_hypergradient, hypergradient
     from bilevel.run.many import minimize_many
     from bilevel.run.results import Results
 
@@ -109,7 +108,7 @@ for _name in ("distributed", "loggers", "prox", "schedules", "sets"):
 _LATER_MODULES = {
     "cleaning": "bilevel.cleaning",
     "data": "bilevel.data",
-    "diagnostics": "bilevel.problems.diagnostics",
+    "diagnostics": "bilevel.diagnostics",
     "mixing": "bilevel.mixing",
     "problems": "bilevel.problems",
     "testing": "bilevel.testing",
@@ -120,8 +119,8 @@ _LATER_NAMES = {
     "LabelCleaner": "bilevel.cleaning",
     "Mixture": "bilevel.mixing",
     "Results": "bilevel.run.results",
-    "check_hypergradient": "bilevel.problems.diagnostics",
-    "hypergradient": "bilevel.problems.diagnostics",
+    "check_hypergradient": "bilevel.diagnostics",
+    "hypergradient": "bilevel.diagnostics",
     "minimize_many": "bilevel.run.many",
 }
 """What is imported when it is first asked for, and from where.

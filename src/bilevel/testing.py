@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from itertools import islice
 from types import MappingProxyType
@@ -18,11 +19,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import ObjectiveError
-from bilevel.methods import Ability, Method, NoBilevel
+from bilevel.errors import ArgumentError, ArgumentTypeError, ObjectiveError
+from bilevel.methods import Ability, Info, Method, NoBilevel, Properties
 from bilevel.problem import Objective, Problem
 from bilevel.problem.sets import Ball, Box
 from bilevel.run import Solver
+from bilevel.run.checkpoint.file import packed
+from bilevel.stepping import StepSizes
 from bilevel.variables import Table
 
 __all__ = ["CHECKS", "check_method"]
@@ -46,7 +49,12 @@ def check_method(method: Method[Any]) -> None:
         >>> bilevel.testing.check_method(bilevel.F2SA(lower_lr=0.1, upper_lr=0.05))
     """
     if not isinstance(method, Method):
-        raise TypeError(f"method must be a bilevel.Method, not {method!r}")
+        raise ArgumentTypeError(f"method must be a bilevel.Method, not {method!r}")
+    if not _rates_are_given(method):
+        raise ArgumentError(
+            f"the rates of method={method!r} must be numbers or functions of k, because its "
+            f"reference() knows neither 'auto' nor an optimizer"
+        )
     for name, check in CHECKS.items():
         try:
             check(method)
@@ -126,26 +134,45 @@ def _advanced(solver: Solver, steps: int = STEPS, *, measure: bool = True) -> So
     return solver
 
 
+def _finds_rates(method: Method[Any]) -> bool:
+    rates = getattr(method, "rates", None)
+    return rates is not None and None in (rates.lower, rates.upper)
+
+
+def _rates_are_given(method: Method[Any]) -> bool:
+    names = ("lower_optimizer", "upper_optimizer")
+    optimized = any(getattr(method, name, None) is not None for name in names)
+    return not (optimized or _finds_rates(method))
+
+
+def _require(holds: bool, message: str) -> None:
+    """Raise ``AssertionError`` unless a property holds, also where ``python -O`` drops asserts."""
+    if not holds:
+        raise AssertionError(message)
+
+
 def _assert_close(found: Tensor, known: Tensor, what: str) -> None:
     error = float((found - known).abs().max())
-    assert error <= TOLERANCE * (1 + float(known.abs().max())), f"{what} (off by {error:.2e})"
+    _require(error <= TOLERANCE * (1 + float(known.abs().max())), f"{what} (off by {error:.2e})")
 
 
 def _declares_itself(method: Method[Any]) -> None:
     properties = getattr(type(method), "properties", None)
-    assert properties is not None, "the class declares no `properties`"
-    assert properties.order in (1, 2), f"properties.order is {properties.order!r}"
-    assert properties.copies >= 1, f"properties.copies is {properties.copies!r}"
+    if not isinstance(properties, Properties):
+        raise AssertionError("the class declares no `properties`")
+    _require(properties.order in (1, 2), f"properties.order is {properties.order!r}")
+    _require(properties.copies >= 1, f"properties.copies is {properties.copies!r}")
     for name in ("gradients", "assumes", "reference"):
-        assert getattr(properties, name), f"properties.{name} is empty"
+        _require(bool(getattr(properties, name)), f"properties.{name} is empty")
 
 
 def _equals_its_reference(method: Method[Any]) -> None:
     task = _Task()
     written = type(method).reference is not Method.reference
-    assert written, (
+    _require(
+        written,
         "there is no independent recursion to hold step() to; write reference(f, g, x, y, draw), "
-        "line by line from the paper"
+        "line by line from the paper",
     )
     draw = task.solver(method).draw
     known = islice(method.reference(task.upper, task.lower, task.x0, task.y0, draw), STEPS)
@@ -154,7 +181,7 @@ def _equals_its_reference(method: Method[Any]) -> None:
         solver.step()
         _assert_close(solver.x, x, f"x_{k} is not that of reference()")
         _assert_close(solver.y, y, f"y_{k} is not that of reference()")
-    assert solver.k == STEPS, "reference() ended before the run"
+    _require(solver.k == STEPS, "reference() ended before the run")
 
 
 def _takes_any_structure(method: Method[Any]) -> None:
@@ -177,10 +204,7 @@ def _takes_any_structure(method: Method[Any]) -> None:
     }
     task = _Task()
     plain = _advanced(task.solver(method))
-    rates = getattr(method, "rates", None)
-    searched = rates is not None and rates.upper is None
-    names = ("lower_optimizer", "upper_optimizer")
-    if searched or any(getattr(method, name, None) is not None for name in names):
+    if not _rates_are_given(method):
         # refused: a minibatch moves other rows than the one before, and so does a momentum
         del guises["table"]
     for name, (view, start) in guises.items():
@@ -196,30 +220,32 @@ def _stays_in_its_sets(method: Method[Any]) -> None:
     solver = _Task().solver(method, x_set=Box(-0.15, 0.15), y_set=Ball(0.2))
     for _ in range(STEPS):
         solver.step()
-        assert solver.x.abs().max() <= 0.15, "x left its set"
+        _require(bool(solver.x.abs().max() <= 0.15), "x left its set")
         for copy_of_y in (solver.state.solution, solver.state.penalised):
             if copy_of_y is not None:
-                assert copy_of_y.value.norm() <= 0.2 + 1e-12, f"{copy_of_y.name} left its set"
+                inside = bool(copy_of_y.value.norm() <= 0.2 + 1e-12)
+                _require(inside, f"{copy_of_y.name} left its set")
 
 
 def _repeats_itself(method: Method[Any]) -> None:
     first, again, other = (_advanced(_Task().solver(method, seed=s)) for s in (0, 0, 1))
     same = torch.equal(first.x, again.x) and torch.equal(first.y, again.y)
-    assert same, "the same seed gives other bits"
-    assert not torch.equal(first.y, other.y), "another seed gives the same samples"
+    _require(same, "the same seed gives other bits")
+    _require(not torch.equal(first.y, other.y), "another seed gives the same samples")
 
 
 def _resumes(method: Method[Any]) -> None:
     task = _Task()
     whole, half = _advanced(task.solver(method)), _advanced(task.solver(method), STEPS - 3)
     state = copy.deepcopy(half.state_dict())
+    packed(state, "state", {})  # what cannot go into a checkpoint is refused by its name
     half.step()
     resumed = task.solver(method, seed=4)
     resumed.load_state_dict(state)
     _advanced(resumed, 3)
     same = torch.equal(resumed.x, whole.x) and torch.equal(resumed.y, whole.y)
-    assert same, (
-        "a run that is saved and loaded goes on with other bits; does the State declare all?"
+    _require(
+        same, "a run that is saved and loaded goes on with other bits; does the State declare all?"
     )
 
 
@@ -227,7 +253,7 @@ def _measures_without_trace(method: Method[Any]) -> None:
     measured = _advanced(_Task().solver(method))
     silent = _advanced(_Task().solver(method), measure=False)
     same = torch.equal(measured.x, silent.x) and torch.equal(measured.y, silent.y)
-    assert same, "measure=False changes the iterates"
+    _require(same, "measure=False changes the iterates")
 
 
 def _reports(method: Method[Any]) -> None:
@@ -244,31 +270,49 @@ def _reports(method: Method[Any]) -> None:
         x = solver.x.clone()
         visited.clear()
         info = solver.step()
-        assert info.step == k, f"info.step is {info.step} in step {k}"
+        _require(info.step == k, f"info.step is {info.step} in step {k}")
         found = []
         for name in ("upper", "lower", "direction_norm"):
             value = getattr(info, name)
-            assert isinstance(value, Tensor), f"info.{name} is {value!r}"
-            assert bool(torch.isfinite(value)), f"info.{name} is {value!r}"
+            finite = isinstance(value, Tensor) and bool(torch.isfinite(value))
+            _require(finite, f"info.{name} is {value!r}")
             found.append(float(value))
         known = [
             (float(_Task.upper(x, y, task.upper_data)), float(_Task.lower(x, y, task.lower_data)))
             for y in visited
         ]
         errors = [max(abs(found[0] - f), abs(found[1] - g)) for f, g in known]
-        assert min(errors) <= TOLERANCE * (1 + max(map(abs, found))), (
+        _require(
+            min(errors) <= TOLERANCE * (1 + max(map(abs, found))),
             f"info.upper = {found[0]:.6g} and info.lower = {found[1]:.6g} are not f and g at x_{k} "
-            f"and any y of step {k}; is another point reported, or one point twice?"
+            f"and any y of step {k}; is another point reported, or one point twice?",
         )
+        sizes = solver.state.policy.current
+        if sizes is not None and _rates_are_given(method):
+            _check_sizes(info, sizes, rests=torch.equal(solver.x, x))
+
+
+def _check_sizes(info: Info, sizes: StepSizes, *, rests: bool) -> None:
+    """What is reported as the sizes of a step are those that were given; that of x may be 0."""
+    given = {"lower_lr": sizes.lower, "upper_lr": sizes.upper, "multiplier": sizes.multiplier}
+    for name, known in given.items():
+        value = getattr(info, name)
+        _require(isinstance(value, float | int | Tensor), f"info.{name} is {value!r}")
+        fits = (
+            math.isnan(float(known))
+            or float(value) == float(known)
+            or (name == "upper_lr" and rests)
+        )
+        _require(fits, f"info.{name} is {value!r} where {known!r} was given")
 
 
 def _leaves_no_gradients(method: Method[Any]) -> None:
     solver = _advanced(_Task().solver(method), 2)
     for variable in solver.state.variables():
         for name, leaf in zip(variable.names, variable.leaves, strict=True):
-            assert leaf.grad is None, f"a gradient is left on {name}"
-            assert leaf.requires_grad, f"{name} no longer requires a gradient"
-    assert not solver.x.requires_grad, "solver.x requires a gradient"
+            _require(leaf.grad is None, f"a gradient is left on {name}")
+            _require(leaf.requires_grad, f"{name} no longer requires a gradient")
+    _require(not solver.x.requires_grad, "solver.x requires a gradient")
 
 
 class _HalfSquare(torch.autograd.Function):
@@ -300,9 +344,9 @@ def _uses_derivatives_of_its_order(method: Method[Any]) -> None:
     except ObjectiveError as error:
         refusal = error
     if type(method).properties.order == 1:
-        assert refusal is None, f"it differentiates twice: {refusal}"
+        _require(refusal is None, f"it differentiates twice: {refusal}")
     else:
-        assert refusal is not None, "it does not say that g has no second derivative"
+        _require(refusal is not None, "it does not say that g has no second derivative")
 
 
 def _keeps_the_dtype(method: Method[Any]) -> None:
@@ -313,7 +357,8 @@ def _keeps_the_dtype(method: Method[Any]) -> None:
         for features, targets in (task.upper_data, task.lower_data)
     )
     solver = _advanced(task.solver(method), 2)
-    assert solver.x.dtype == solver.y.dtype == torch.float32, "float32 does not stay float32"
+    stays = solver.x.dtype == solver.y.dtype == torch.float32
+    _require(stays, "float32 does not stay float32")
 
 
 def _takes_optimizers(method: Method[Any]) -> None:
@@ -326,7 +371,7 @@ def _takes_optimizers(method: Method[Any]) -> None:
         name = f"{level}_optimizer"
         if ability not in abilities:
             continue
-        assert name in arguments, f"properties say that it can {ability.value}, but it has none"
+        _require(name in arguments, f"properties say that it can {ability.value}, but it has none")
         choice: dict[str, Any] = {
             name: lambda params: torch.optim.SGD(params, lr=0.01),
             f"{level}_lr": "auto",
@@ -337,7 +382,8 @@ def _takes_optimizers(method: Method[Any]) -> None:
             choice["acceleration"] = None
         optimizing = dataclasses.replace(method, **choice)  # type: ignore[type-var]
         solver = _advanced(_Task().solver(optimizing), 2)
-        assert isinstance(method, NoBilevel) or solver.x.any(), "x did not move"
+        rests = isinstance(method, NoBilevel) or _finds_rates(optimizing)  # while it measures
+        _require(rests or not torch.equal(solver.x, _Task().x0), "x did not move")
 
 
 CHECKS: MappingProxyType[str, Check] = MappingProxyType(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cli.app import app
+from bilevel.cli.output import write_json
 from bilevel.experiments import digits
 
 runner = CliRunner()
@@ -106,6 +107,39 @@ def test_importing_the_library_needs_only_torch_and_numpy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "COMPLETED"
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", "closed pipe"])
+def test_a_stdout_that_fails_loses_no_results(tmp_path: Path, stdout: str) -> None:
+    if stdout == "/dev/full" and not Path(stdout).exists():
+        pytest.skip("only Linux has /dev/full")
+    rows = [f"{i % 2 + 0.01 * i},{'ab' if i % 2 else 'cd'}" for i in range(40)]
+    (tmp_path / "train.csv").write_text("size,label\n" + "\n".join(rows), encoding="utf-8")
+    code = "from bilevel.cli import main; main()"
+    options = ["--label", "label", "--out", "out", "--json", "found.json"]
+    command = [sys.executable, "-c", code, "clean", "train.csv", *options]
+    if stdout == "/dev/full":
+        target = os.open(stdout, os.O_WRONLY)
+    else:
+        listener, target = os.pipe()
+        os.close(listener)
+    run = subprocess.run(
+        command, cwd=tmp_path, stdout=target, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(target)
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert ("standard output cannot be written to" in run.stderr) == (stdout == "/dev/full")
+    assert (tmp_path / "out" / "labels.csv").exists()
+    assert (tmp_path / "found.json").exists()
+
+
+def test_a_file_may_be_named_like_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a[").mkdir()
+    write_json(tmp_path / "a[" / "b].json", {})
+    assert "a[/b].json" in capsys.readouterr().out
 
 
 def test_a_terminal_that_lacks_characters_loses_no_results(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import bilevel
 from bilevel.errors import ArgumentError, NotConvergedWarning, ObjectiveError
@@ -416,3 +417,22 @@ def test_transforms_of_torch_are_refused_by_name(transform: Any) -> None:
     given = torch.ones(2) if transform is torch.func.grad else torch.ones(3, 2)
     with pytest.raises(ArgumentError, match=r"torch\.func and torch\.vmap"):
         transform(layer)(given)
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-25, 1e20, 1e25, 1e30])
+def test_units_whose_squares_single_precision_cannot_hold(unit: float) -> None:
+    """argmin_y unit * ||y - x||^2 = x, and its derivative is 1."""
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    y = bilevel.argmin(lambda x, y: unit * ((y - x) ** 2).sum(), x, torch.zeros(2))
+    y.sum().backward()
+    assert torch.allclose(y, x, rtol=1e-5)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, torch.ones(2), rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own import
+def test_forward_mode_is_refused() -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(ObjectiveError, match="forward mode"):
+            bilevel.argmin(lambda x, y: ((y - x) ** 2).sum(), x, torch.zeros(2))

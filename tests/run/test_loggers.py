@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bilevel
-from bilevel.errors import ArgumentTypeError, MissingExtraError
+from bilevel.errors import ArgumentTypeError, MissingExtraError, OutputError
 
 PROBLEM = bilevel.problems.Quadratic(seed=0)
 RECORDED = ("upper", "lower", "gap", "direction_norm", "multiplier", "lower_lr", "upper_lr")
@@ -100,3 +100,24 @@ def test_a_folder_that_cannot_be_one_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(bilevel.errors.OutputError, match="folder="):
         bilevel.loggers.TensorBoard(folder)
+
+
+class FullDisk:
+    """Stands for a writer of TensorBoard, whose thread's errors come with the next call."""
+
+    def add_scalar(self, *_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    close = add_scalar
+
+
+def test_a_disk_that_becomes_full_is_told_with_the_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = bilevel.loggers.TensorBoard(tmp_path)
+    logger.close()
+    logger._writer = FullDisk()
+    said = f"folder='{tmp_path}' cannot be written to: No space left"
+    with pytest.raises(OutputError, match=said):
+        run(logger)
+    with pytest.raises(OutputError, match=said):
+        logger.close()

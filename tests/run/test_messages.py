@@ -252,3 +252,28 @@ def test_outcomes_say_nothing_of_rates() -> None:
     for outcome in bilevel.Outcome:
         assert untrue(outcome.value, started("f2sa", QUADRATIC)) == []
     assert DivergenceWarning.__doc__
+
+
+class Spoiling(torch.optim.SGD):
+    """Makes NaN of finite gradients in its fourth step."""
+
+    taken = 0
+
+    def step(self, *given: Any) -> None:  # type: ignore[override]
+        super().step(*given)
+        self.taken += 1
+        if self.taken == 4:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(float("nan"))
+
+
+@pytest.mark.parametrize("level", ["lower", "upper"])
+def test_a_state_that_an_optimizer_spoiled_is_not_called_finite(level: str) -> None:
+    rates: dict[str, Any] = {"lower_lr": 0.5, "upper_lr": 0.1}
+    del rates[f"{level}_lr"]
+    optimizer: Any = {f"{level}_optimizer": lambda params: Spoiling(params, lr=0.1)}
+    method = F2SA(**rates, **optimizer, inner_steps=2)
+    with pytest.raises(NonFiniteError, match="a variable itself is not finite") as raised:
+        bilevel.minimize(QUADRATIC, QUADRATIC.x0, QUADRATIC.y0, method=method, steps=8)
+    assert not raised.value.kept
+    assert "last finite state" not in str(raised.value)

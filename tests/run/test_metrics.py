@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import bilevel
-from bilevel.errors import CompileWarning, ObjectiveError, UnbatchedWarning
+from bilevel.errors import ArgumentError, CompileWarning, ObjectiveError, UnbatchedWarning
 from bilevel.run.loggers import figures
 
 ROWS = torch.linspace(-1, 2, 36).reshape(12, 3)
@@ -132,3 +132,18 @@ def test_metrics_that_come_and_go_are_refused() -> None:
 
     with pytest.raises(ObjectiveError, match=r"metrics \['upper/new'\], but \['upper/old'\]"):
         run(upper=sometimes)
+
+
+def test_a_complex_metric_is_refused() -> None:
+    def complex_upper(x: Tensor, y: Tensor, batch: Tensor) -> Any:
+        return upper(x, y, batch)[0], {"phase": torch.tensor(1j)}
+
+    with pytest.raises(ObjectiveError, match="'phase': 'a complex tensor"):
+        run(upper=complex_upper)
+
+
+def test_a_gap_that_the_method_has_not_cannot_be_followed() -> None:
+    """It is NaN in every step, so that patience would end the run and no x be the best."""
+    run("f2sa", monitor="gap", patience=50)
+    with pytest.raises(ArgumentError, match=r"monitor must be one of 'upper', .* not 'gap'"):
+        run("soba", monitor="gap", patience=3)

@@ -546,27 +546,6 @@ def test_the_users_default_dtype_does_not_matter_and_is_kept() -> None:
     assert torch.equal(result.x, expected.x)
 
 
-def test_progress_shows_the_losses_and_the_multiplier(capsys: pytest.CaptureFixture[str]) -> None:
-    expected = minimize(steps=5)
-    assert capsys.readouterr().err == ""
-    result = minimize(steps=5, progress=True)
-    shown = capsys.readouterr().err
-    assert "5/5" in shown
-    assert f"upper {result.history['upper'][-1]:.4g}" in shown
-    assert torch.equal(result.x, expected.x)
-
-
-def test_progress_says_what_a_step_reports() -> None:
-    from bilevel.run.progress import describe  # needs rich, which the rest does not
-
-    upper, lower, gap = (torch.tensor(value) for value in (1.25, 0.5, 3e-4))
-    assert (
-        describe(Info(3, 20.0, 0.5, 0.025, upper, lower, gap))
-        == "upper 1.25 lower 0.5 gap 3e-04 lam 20 steps 0.5 0.025"
-    )
-    assert describe(Info(3, 20.0, 0.5, 0.025)) == "lam 20 steps 0.5 0.025"
-
-
 def test_a_solver_by_hand_is_the_same_run() -> None:
     problem = quadratic()
     solver = bilevel.Solver(problem, problem.x0, problem.y0, method=METHODS["f2sa"])

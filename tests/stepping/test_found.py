@@ -137,3 +137,16 @@ def test_a_gradient_that_overflows_is_a_curvature_without_bound() -> None:
     assert policy.pace is not None
     policy.pace.rate = 0.0  # as after a gradient that is infinite
     assert policy._met() == float("inf")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("of_f", "of_g"), [(1e20, 1e20), (1e25, 1e25), (1.0, 1e25), (1e19, 1.0), (1.0, 1e-25)]
+)
+def test_units_whose_squares_single_precision_cannot_hold(of_f: float, of_g: float) -> None:
+    """F is least at x = 1, in whatever units f and g are."""
+    problem = bilevel.Problem(
+        lambda x, y, batch: of_f * ((y - 1) ** 2).sum(),
+        lambda x, y, batch: of_g * ((y - x) ** 2).sum(),
+    )
+    result = bilevel.minimize(problem, torch.zeros(3), torch.zeros(3), steps=200)
+    assert torch.allclose(result.x, torch.ones(3), atol=1e-5)

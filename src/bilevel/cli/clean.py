@@ -93,8 +93,8 @@ def clean(
         files.write(found, out, overwrite=overwrite)
     corrected = "" if found.corrected() is None else " corrected.csv,"
     names = f"labels.csv,{corrected} model.safetensors, model.json; to look at: report.html"
-    say_found(found, f"Written to {out}: {names}")
     write_json(json_file, found.to_json())
+    say_found(found, f"Written to {out}: {names}")
 
 
 def load_cleaning() -> Any:

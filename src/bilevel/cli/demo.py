@@ -37,6 +37,7 @@ def demo(
         outcome, found = digits.clean(seed=seed, steps=steps, tell=tell)
         tell("writing")
         files.write(found, out, overwrite=True)
+    write_json(json_file, outcome.to_json())
     right = outcome.samples - outcome.wrong
     suspected = outcome.found + outcome.false_alarms
     say(
@@ -49,4 +50,3 @@ def demo(
         f"It took {outcome.seconds:.1f} s. Look at the labels in a browser: "
         f"{escape(str(out / 'report.html'))}"
     )
-    write_json(json_file, outcome.to_json())

@@ -85,8 +85,8 @@ def mix(
         )
         tell("writing")
         found.write(folder=out, overwrite=overwrite)
-    say_found(found, f"Written to {out}: {', '.join(found.to_json()['files'])}")
     write_json(json_file, found.to_json())
+    say_found(found, f"Written to {out}: {', '.join(found.to_json()['files'])}")
 
 
 def _load_files() -> Any:

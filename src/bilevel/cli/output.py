@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bilevel import __version__
 from bilevel.data.output import check_file, file_written
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, OutputError
 from bilevel.experiments import Ledger, torch_threads
 
 P = ParamSpec("P")
@@ -43,7 +43,10 @@ def reports_errors(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except BilevelError as error:
-            say(f"[red]error:[/red] {escape(str(error))}")
+            try:
+                say(f"[red]error:[/red] {escape(str(error))}")
+            except OutputError:
+                typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
 
     return reporting
@@ -51,7 +54,10 @@ def reports_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 def say(text: str) -> None:
     """Print text without breaking its lines and without colouring its numbers."""
-    console.print(text, highlight=False, soft_wrap=True)
+    try:
+        console.print(text, highlight=False, soft_wrap=True)
+    except OSError as error:
+        raise OutputError(f"standard output cannot be written to: {error.strerror}") from error
 
 
 @contextmanager
@@ -106,9 +112,12 @@ def check_files(*paths: Path | None, apart: Collection[Path] = ()) -> None:
 
 
 def write_json(path: Path | None, figures: Any) -> None:
-    """Write the figures to the file of ``--json``, if it was given."""
+    """Write the figures to the file of ``--json``, if it was given.
+
+    Before anything is said of what was found, because nobody may listen any more.
+    """
     if path is None:
         return
     with file_written(path) as part:
         part.write_text(json.dumps(figures, indent=2) + "\n")
-    console.print(f"figures: {path}", soft_wrap=True)
+    say(f"figures: {escape(str(path))}")

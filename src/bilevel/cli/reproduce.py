@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from bilevel.cli.options import LARGEST_SEED, CheckpointFolder, DataDir, JsonFile, Resume, Seed
@@ -48,10 +49,10 @@ def rates(
         reproduction = rates_experiment.reproduce(
             steps=steps, runs=runs, seed=seed, workers=workers, on_curve=report, ledger=ledger
         )
-    console.print(_rates_table(reproduction.rates))
     write_json(json_file, reproduction.to_json())
     rates_experiment.plot(reproduction, plot)
-    console.print(f"plot: {plot}", soft_wrap=True)
+    console.print(_rates_table(reproduction.rates))
+    say(f"plot: {escape(str(plot))}")
 
 
 def _rates_table(rates: Sequence[Rate]) -> Table:
@@ -115,15 +116,15 @@ def cleaning(
             on_run=lambda run: done(str(run)),
             ledger=ledger,
         )
-    for table in experiment.tables(reproduction):
-        console.print(table)
-    for line in (*experiment.leads(reproduction), str(machine)):
-        say(line)
     used = {"seconds": seconds, "seeds": seeds, "seed": seed}
     figures = {"machine": asdict(machine), "options": used, **reproduction.to_json()}
     write_json(json_file, figures)
     experiment.plot(reproduction, plot)
-    console.print(f"plot: {plot}", soft_wrap=True)
+    for table in experiment.tables(reproduction):
+        console.print(table)
+    for line in (*experiment.leads(reproduction), str(machine)):
+        say(line)
+    say(f"plot: {escape(str(plot))}")
 
 
 def _tune(

@@ -156,6 +156,7 @@ class NonFiniteError(RunError, ArithmeticError):
     Attributes:
         step: the outer step k in which it happened.
         quantity: what was not finite, such as ``"lower(x, z)"`` or ``"the gradient of y"``.
+        kept: whether ``state`` is finite.
         diagnosis: which step size is the cause and what to use instead, if
             :func:`bilevel.minimize` started the run and could tell; otherwise None.
         advice: what helps in general, with the arguments that the run was given, if
@@ -168,18 +169,18 @@ class NonFiniteError(RunError, ArithmeticError):
     def __init__(self, step: int, quantity: str, *, kept: bool = True) -> None:
         self.step = step
         self.quantity = quantity
-        state = (
-            "the last finite state is in this exception's 'state'"
-            if kept
-            else "what it was before is not kept, but in a checkpoint, if there are any"
-        )
-        super().__init__(
-            f"{quantity} is not finite at step {step}; {state}. Usual causes: steps that are too "
-            f"long for the curvature, or data or a function that is not finite there"
-        )
+        self.kept = kept
+        super().__init__(f"{quantity} is not finite at step {step}")
 
     def __str__(self) -> str:
-        message = super().__str__()
+        message = (
+            f"{super().__str__()}; the last finite state is in this exception's 'state'. Usual "
+            f"causes: steps that are too long for the curvature, or data or a function that is not "
+            f"finite there"
+            if self.kept
+            else f"{super().__str__()}; a variable itself is not finite, as an optimizer or the "
+            f"start of a task left it, and what it was before is in a checkpoint, if there are any"
+        )
         if self.diagnosis is not None:
             return f"{message}. Here: {self.diagnosis}"
         return message if self.advice is None else f"{message}. What helps: {self.advice}"

@@ -97,7 +97,8 @@ class F2SA(PaperMethod[F2SAState]):
             both ways; the same cost, bias O(1/lam^2), no condition on lam, and the lower solution
             is the midpoint. "central": copies pulled both ways by f itself; bias O(1/lam^order).
         order: of the central difference, 2, 4, ...; ``order`` copies are held. lam must be above
-            order/2 * L_f / mu_g, or the copies that f pushes away have no minimum.
+            order/2 * L_f / mu_g, or the copies that f pushes away have no minimum. Rounding, about
+            lam times the precision in any scheme, is soon more than a bias of high order.
         coupling: "shared" evaluates y and z on the same samples, and with the same dropout masks,
             so that the noise of their difference cancels; "independent" draws afresh for every
             term, as the paper's analysis has it, and pays with noise that grows with lam^2.

@@ -33,6 +33,7 @@ from bilevel.variables import (
     Variable,
     fixed_point_of,
     flatten,
+    length,
     substituted,
     unflatten_like,
 )
@@ -258,12 +259,12 @@ class _Minimum(_Layer):
     def pull_back(self, x: Sequence[Tensor], y: Tensor, cotangent: Tensor) -> list[Tensor]:
         # rounding is that of the coarsest numbers from which the difference is taken
         eps = max(torch.finfo(tensor.dtype).eps for tensor in (*self.y.leaves, *x))
-        way = float(y.norm()) or float((y - flatten(self.y.leaves)).norm()) or 1.0
-        length = float(cotangent.norm())
-        if not length > 0:
+        way = length(y) or length(y - flatten(self.y.leaves)) or 1.0
+        size = length(cotangent)
+        if not size > 0:
             return [torch.zeros_like(tensor) for tensor in x]
         share = eps ** (1 / 3) if self.nu is None else self.nu
-        nu = share * way * self.curvature / length
+        nu = share * way * self.curvature / size
         slopes, other = [], y
         for sign in (1.0, -1.0):
             step = self._step(x, tilt=sign * nu * cotangent)
@@ -411,6 +412,13 @@ class _Solution(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             gradients = [_Once.apply(slope, *x, *cotangents) for slope in gradients]  # type: ignore[no-untyped-call]
         return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ObjectiveError(
+            "argmin and fixed_point have no derivatives in forward mode; use backward() or "
+            "torch.autograd.grad"
+        )
 
 
 class _Once(torch.autograd.Function):

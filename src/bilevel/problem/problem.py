@@ -178,11 +178,12 @@ def _scalar(name: str, value: Any, metrics: Metrics | None) -> Tensor:
 def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> Metrics:
     """The metrics of an objective under the names that they have in a history."""
     for key, value in metrics.items():
-        scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        scalar, shown = isinstance(value, Real), value
+        if isinstance(value, Tensor):
+            scalar = value.numel() == 1 and not value.is_complex()
+            kind = "a complex tensor" if value.is_complex() else "a tensor"
+            shown = f"{kind} of shape {tuple(value.shape)}"
         if not isinstance(key, str) or not scalar:
-            shown = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            )
             raise ObjectiveError(
                 f"{name}(x, y, batch) returned the metric {key!r}: {shown!r}; metrics are scalars "
                 f"with names of text"

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, ObjectiveError
+from bilevel.errors.checks import check_function
 from bilevel.variables import Variable
 
 Weight: TypeAlias = float | Tensor | Callable[[Any], Any]
@@ -46,6 +47,7 @@ class Term:
 
     def __post_init__(self) -> None:
         if callable(self.weight):
+            check_function("weight", self.weight, "x")
             return
         if isinstance(self.weight, bool) or not isinstance(self.weight, Real | Tensor):
             raise ArgumentTypeError(

@@ -6,12 +6,13 @@ a training loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from bilevel.errors import NotConvergedError
+from bilevel.errors import NotConvergedError, ObjectiveError
 from bilevel.methods.implicit import Slope, gradient
 from bilevel.problem import Problem
 from bilevel.sampling import Sample
@@ -23,8 +24,18 @@ NEWTON_STEPS = 100
 def implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample) -> list[Tensor]:
     """grad_x f - grad^2_xy g [grad^2_yy g]^-1 grad_y f at (x, y), one tensor for each leaf of x."""
     f = problem.f(x, y, sample.upper)
+    if not f.requires_grad:
+        raise ObjectiveError(
+            f"upper(x, y, batch) returned {f.item():.6g}, which depends on neither x nor y through "
+            f"differentiable operations; check for detach(), item() or no_grad()"
+        )
     f_x = gradient(f, x.leaves, retain_graph=True)
     f_y = flatten(gradient(f, y.leaves))
+    if not torch.isfinite(flatten([*f_x, f_y])).all():
+        raise NotConvergedError(
+            f"upper(x, y, batch) is {f.item():.6g} at the lower solution, and its gradient there "
+            f"is not finite; is its batch, and is it smooth there?"
+        )
     g_y = _twice_differentiable(problem.g(x, y, sample.lower), y.leaves)
     adjoint = conjugate_gradients(g_y.hessian_product, f_y)
     if f_y.any():
@@ -41,7 +52,9 @@ def implicit_gradient(problem: Problem, x: Variable, y: Variable, sample: Sample
 def upper_slope(problem: Problem, x: Variable, y: Variable, sample: Sample) -> Tensor:
     """grad_y f(x, y) as one vector."""
     with frozen(x):
-        return flatten(gradient(problem.f(x, y, sample.upper), y.leaves)).detach()
+        f = problem.f(x, y, sample.upper)
+        slope = gradient(f, y.leaves) if f.requires_grad else map(torch.zeros_like, y.leaves)
+        return flatten([*slope]).detach()
 
 
 def solve_lower(
@@ -76,6 +89,11 @@ def _newton(objective: Callable[[], Tensor], y: Variable) -> None:
         slope = _twice_differentiable(value, y.leaves)
         descent = slope.vector.detach()
         size = float(descent.norm())
+        if not math.isfinite(size):
+            raise NotConvergedError(
+                f"lower(x, y, batch) is {float(value.detach()):.6g} and its gradient in y is not "
+                f"finite; is its batch, and is y a reasonable start?"
+            )
         first = size if first is None else first
         if size <= 100 * eps * min(first, 1.0):
             return

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from bilevel.errors import ArgumentTypeError, OutputError
@@ -74,23 +75,30 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
-        path, self._prefix = checked_path("folder", folder), _checked_prefix(prefix)
+        self._path, self._prefix = checked_path("folder", folder), _checked_prefix(prefix)
         with needed("tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
+        with self._written():
+            self._writer: Any = SummaryWriter(str(self._path))
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
         try:
-            self._writer: Any = SummaryWriter(str(path))
+            yield
         except OSError as error:
             raise OutputError(
-                f"folder={str(path)!r} cannot be written to: {error.strerror or error}"
+                f"folder={str(self._path)!r} cannot be written to: {error.strerror or error}"
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(self._prefix + name, value, step)
+        with self._written():
+            for name, value in values.items():
+                self._writer.add_scalar(self._prefix + name, value, step)
 
     def close(self) -> None:
         """Write everything, and close the files."""
-        self._writer.close()
+        with self._written():
+            self._writer.close()
 
     def __enter__(self) -> TensorBoard:
         return self

@@ -207,6 +207,9 @@ class _Loop:
         self._options = options
         self._interrupts = interrupts
         self._stopped = self._interrupted = self._converged = self._late = self._impatient = False
+        called = options.callback is not None
+        # one rank alone may have a callback, such as a logger
+        self._called = called if solver.ranks is None else solver.ranks.any(called)[0]
         self._recorder = Recorder(
             options.steps,
             options.record_every,
@@ -242,17 +245,16 @@ class _Loop:
 
     def run(self) -> Result:
         """All steps, or as many as are wanted."""
-        unchanging = self._options.callback is None
         with (
             self._meter or nullcontext(),
-            self._solver.assume_unchanged() if unchanging else nullcontext(),
+            nullcontext() if self._called else self._solver.assume_unchanged(),
         ):
             self._begin()
             while self._solver.k < self._options.steps and not self._ended:
                 self._advance()
             with self._errors_with_result():
                 self._solver.settle()
-                self._require_finite_x()
+                self._require_sound_x()
             if self._saved is not None:
                 self._saved.save()
         point = self._selector.point(sound=True)
@@ -281,7 +283,7 @@ class _Loop:
 
     def _advance(self) -> None:
         """One step, and what is due after it."""
-        solver, callback, k = self._solver, self._options.callback, self._solver.k
+        solver, k = self._solver, self._solver.k
         last = k == self._options.steps - 1
         recorded = self._recorder.due(k)
         due, moving = False, True
@@ -294,11 +296,11 @@ class _Loop:
             due = self._saved is not None and not last and self._saved.folder.due(k + 1)
             inspected = recorded and self._guard.due(self._recorder.rows + 1, last=last)
             judged = recorded and self._convergence.due(self._recorder.rows + 1, last=last)
-            known = self._selector.accepts_unsettled and callback is None
+            known = self._selector.accepts_unsettled and not self._called
             if last or due or inspected or judged or not known:
                 solver.settle()
             if last:
-                self._require_finite_x()
+                self._require_sound_x()
             self._selector.after(info)
             if recorded:
                 self._recorder.add(info, self._clock.seconds)
@@ -328,17 +330,22 @@ class _Loop:
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
-                self._require_finite_x()
+                self._require_sound_x()
             self._saved.save()
 
-    def _require_finite_x(self) -> None:
-        """Raise for what an optimizer made of finite gradients, which only the next step sees."""
+    def _require_sound_x(self) -> None:
+        """Raise for an x that its optimizer made of finite gradients, or that ranks do not share.
+
+        Only the next step would see the first, and nothing the second.
+        """
         solver = self._solver
-        if solver.state.x_update.plain:
-            return
-        bad = not all(bool(torch.isfinite(local_part(v)).all()) for v in solver.state.x.leaves)
-        if bad if solver.ranks is None else solver.ranks.any(bad)[0]:
-            raise NonFiniteError(solver.k - 1, "x as its optimizer left it", kept=False)
+        x, ranks = solver.state.x, solver.ranks
+        if not solver.state.x_update.plain:
+            bad = not all(bool(torch.isfinite(local_part(leaf)).all()) for leaf in x.leaves)
+            if bad if ranks is None else ranks.any(bad)[0]:
+                raise NonFiniteError(solver.k - 1, "x as its optimizer left it", kept=False)
+        if ranks is not None:
+            ranks.require_same_leaves(x)
 
     def _called_back(self, info: Info) -> tuple[bool, Exception | None]:
         """Whether the callback ends the run, and what it raised, which all ranks must know."""
@@ -354,8 +361,8 @@ class _Loop:
         """For each flag whether it is set on any rank."""
         ranks, options = self._solver.ranks, self._options
         # Without one of these all ranks have the same flags, and no message is needed.
-        own = (options.callback, options.checkpoint, options.max_seconds, options.tolerance)
-        if ranks is None or all(option is None for option in own):
+        own = (options.checkpoint, options.max_seconds, options.tolerance)
+        if ranks is None or not (self._called or any(option is not None for option in own)):
             return list(flags)
         return ranks.any(*flags)
 

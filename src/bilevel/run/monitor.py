@@ -25,6 +25,8 @@ class Monitor:
 
     def __init__(self, solver: Solver, name: str, mode: str, patience: int | None) -> None:
         known = [*OF_INFO, *solver.evaluator.metric_names]
+        if solver.state.penalised is None:  # its gap is NaN, so that no step would be the best
+            known.remove("gap")
         if name not in known:
             raise ArgumentError(
                 f"monitor must be one of {', '.join(map(repr, known))}, not {name!r}; a metric is "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +19,30 @@ from rich.progress import (
 from bilevel.methods import Info
 
 
+class _Terminal:
+    """A stream that may be closed, or hang up, in the course of a long run, which goes on."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # hung up, or closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError):
+            return self._stream.isatty()
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Meter:
     """Shows each :class:`~bilevel.methods.Info` that it is given, on one line."""
 
@@ -24,7 +51,9 @@ class Meter:
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[losses]}"),
-            console=Console(stderr=True),
+            console=Console(file=cast("IO[str]", _Terminal(sys.stderr or io.StringIO()))),
+            # else what the user's functions print would go to stderr, and not to where stdout goes
+            redirect_stdout=_Terminal(sys.stdout or io.StringIO()).isatty(),
         )
         self._task = self._progress.add_task("", total=steps, losses="")
         self._steps = steps

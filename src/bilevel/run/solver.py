@@ -154,7 +154,8 @@ class Solver(Resumable):
         self.state: State = on_every_rank(self.ranks, begin)
         optimizers = settings.of_optimizers(self.state)
         if self.ranks is not None:
-            self.ranks.require_same(optimizers, settings.differences)
+            metrics = {"metrics": list(self.evaluator.metric_names)}
+            self.ranks.require_same(optimizers | metrics, settings.differences)
         self._description["optimizers"] = optimizers
         if made.execution.compile:
             self.evaluator = with_compiled_steps(
@@ -406,3 +407,7 @@ class Solver(Resumable):
             variable.clear_grads()
         if isinstance(error, RunError):
             error.state = self.state_dict()
+        if isinstance(error, NonFiniteError):
+            variables = self.state.variables()
+            leaves = [local_part(leaf) for variable in variables for leaf in variable.leaves]
+            error.kept = all(bool(torch.isfinite(leaf).all()) for leaf in leaves)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.errors.checks import check_count
+from bilevel.errors.checks import check_count, check_function
 from bilevel.sampling.draw import Draw
 from bilevel.sampling.stream import Stream
 from bilevel.variables import Form
@@ -84,7 +84,9 @@ class Episodes:
         if isinstance(self.source, Sequence) and not self.source:
             raise ArgumentError(f"source is empty: {self.source!r}")
         check_count("tasks", self.tasks)
-        if not callable(self.start) and self.start not in ("fresh", "warm"):
+        if callable(self.start):
+            check_function("start", self.start, "x")
+        elif self.start not in ("fresh", "warm"):
             raise ArgumentError(
                 f"start must be 'fresh', 'warm' or a function of x, not {self.start!r}"
             )

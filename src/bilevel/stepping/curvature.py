@@ -11,7 +11,15 @@ from torch import Tensor
 
 from bilevel.problem import Level, Objectives
 from bilevel.sampling import Rewind
-from bilevel.variables import Variable, buffers_kept, differentiate, flatten, frozen, unflatten_like
+from bilevel.variables import (
+    Variable,
+    buffers_kept,
+    differentiate,
+    flatten,
+    frozen,
+    length,
+    unflatten_like,
+)
 
 WAY_OF_A_STEP = 1e-2
 """Of y: over less, a kink of g looks like a curvature without bound; steps go about as far."""
@@ -70,30 +78,30 @@ def difference(
     y is moved by a ``share`` of ``scale``, a length that y may be expected to change by; by default
     it is the cube root of the precision, which balances rounding and curvature.
     """
-    size = float(v.norm())
+    size = length(v)
     if not size:  # of a variable without numbers
         return torch.zeros_like(here)
     share = torch.finfo(here.dtype).eps ** (1 / 3) if share is None else share
-    length = share * scale / size
-    step, factor = v, length
-    if length > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
-        step, factor = v * length, 1.0  # the length overflows that type, the step does not
+    way = share * scale / size
+    step, factor = v, way
+    if way > min(torch.finfo(leaf.dtype).max for leaf in y.leaves):
+        step, factor = v * way, 1.0  # the way overflows that type, the step does not
     start = [leaf.clone() for leaf in y.leaves]
     torch._foreach_add_(y.leaves, unflatten_like(step, y.leaves), alpha=factor)
     there = slope(y)
     torch._foreach_copy_(y.leaves, start)
-    return there.sub_(here).div_(length)
+    return there.sub_(here).div_(way)
 
 
 def norm_of(y: Variable) -> float:
     """The Euclidean norm of a variable."""
-    return float(torch.linalg.vector_norm(flatten(y.leaves).detach()))
+    return length(flatten(y.leaves))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
     """The cosine of the angle between two vectors; 1 where one of them is zero."""
-    lengths = float(a.norm() * b.norm())
-    return float(a @ b) / lengths if lengths > 0 else 1.0
+    of_a, of_b = length(a), length(b)
+    return float((a / of_a) @ (b / of_b)) if of_a and of_b else 1.0
 
 
 class Curvature:
@@ -127,14 +135,15 @@ class Curvature:
             # iterations do not lower an estimate, unless it is rounding, where there is no
             # curvature: then the scale would grow without limit.
             largest = max(largest, found)
-            scale = max(norm_of(y), float(here.norm()) / largest if largest else 0.0)
+            scale = max(norm_of(y), length(here) / largest if largest else 0.0)
             image = difference(
                 slope, y, here, self._vector, scale or math.sqrt(len(here)), WAY_OF_A_STEP
             )
-            found = float(image.norm() / self._vector.norm())
+            size = length(image)
+            found = size / (length(self._vector) or 1.0)  # there may be no entries
             if not (found > 0 and math.isfinite(found)):
                 return
-            self._vector = image / image.norm()
+            self._vector = image / size
         if noisy and self.value:
             self.value = math.sqrt(found * self.value)
         else:
@@ -160,12 +169,12 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
     scale = norm_of(y) or math.sqrt(len(here))
     found = 0.0
     for _ in range(steps):
-        vector /= vector.norm()
+        vector /= length(vector)
         image = difference(slope, y, here, vector, scale).sub_(vector, alpha=shift)
-        length = float(image.norm())
-        if not (length > 0 and math.isfinite(length)):
+        size = length(image)
+        if not (size > 0 and math.isfinite(size)):
             return found
-        found = math.copysign(length, float(vector @ image))
+        found = math.copysign(size, float(vector @ image))
         vector = image
     return found
 
@@ -177,11 +186,11 @@ def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor
     far as y is long, or as a step of 1/L is; where both are zero, the unit of y is 1.
     """
     rounding: float = torch.finfo(of_g.dtype).eps ** 0.5
-    slope, unit = float(of_f.norm()), math.sqrt(len(of_g))
-    length = max(norm_of(y), float(of_g.norm()) / g)
-    if f * (length or unit) > rounding * slope:
+    slope, unit = length(of_f), math.sqrt(len(of_g))
+    way = max(norm_of(y), length(of_g) / g)
+    if f * (way or unit) > rounding * slope:
         return 10 * f / g
-    return slope / g / max(length, rounding * unit)
+    return slope / g / max(way, rounding * unit)
 
 
 def largest_multiplier(now: float, y: Variable, z: Variable, g: float, f: float) -> float:
@@ -201,4 +210,5 @@ def mean_of(slopes: list[Slope]) -> Slope:
 def change_within(slope: Slope, y: Variable, z: Variable) -> float:
     """By how much a slope differs at two points, as a part of that at the second."""
     centre = slope(z)
-    return float((slope(y) - centre).norm() / centre.norm())
+    moved, size = length(slope(y) - centre), length(centre)
+    return moved / size if size else math.inf * moved

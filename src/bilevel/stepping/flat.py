@@ -7,7 +7,7 @@ import torch
 from bilevel.errors import FlatWarning, warn
 from bilevel.stepping.curvature import Slope
 from bilevel.stepping.policy import Iterate
-from bilevel.variables import flatten
+from bilevel.variables import flatten, length
 
 
 def warn_if_flat(state: Iterate, slope_of_f: Slope | None) -> None:
@@ -28,6 +28,6 @@ def _feels_f(state: Iterate, slope_of_f: Slope | None) -> bool:
     y, z = state.penalised, state.solution
     if y is not None:
         where = flatten(z.leaves)
-        seen: float = torch.finfo(where.dtype).eps ** 0.5 * float(where.norm())
-        return float((flatten(y.leaves) - where).norm()) > seen
+        seen: float = torch.finfo(where.dtype).eps ** 0.5 * length(where)
+        return length(flatten(y.leaves) - where) > seen
     return slope_of_f is None or bool(slope_of_f(z).any())

@@ -89,7 +89,7 @@ from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
 from bilevel.stepping.settling import settle
 from bilevel.stepping.traits import Traits
-from bilevel.variables import Variable, flatten, saved
+from bilevel.variables import Variable, flatten, length, saved
 
 FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
@@ -218,7 +218,7 @@ class FoundSizes(GivenSizes):
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
-            self._signal = float(upper(state.penalised or y).norm())
+            self._signal = length(upper(state.penalised or y))
         n.steady = self._traits.steady(state.k) if noisy else 1.0
         if len(of_g) > 1 and n.looks:
             n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
@@ -387,12 +387,12 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         if self._closing:
             return 0.0
-        norm, first = float(direction.norm()), math.isnan(n.upper)
+        norm, first = length(direction), math.isnan(n.upper)
         x = flatten(state.x.leaves)
         if first and norm:
-            length = FIRST_SHARE * (float(x.norm()) or math.sqrt(x.numel()))
+            reach = FIRST_SHARE * (length(x) or math.sqrt(x.numel()))
             promise = FIRST_SHARE * abs(statistics.fmean(found.values or [0.0])) / norm
-            n.upper = n.first = min(length, promise or length) / norm / self._unit
+            n.upper = n.first = min(reach, promise or reach) / norm / self._unit
         # in minibatches the looks at which y was fitted are over: x must not set out too coarsely
         coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
         if coarse and self._raise_multiplier(state):

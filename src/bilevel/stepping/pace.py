@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bilevel.problem import Number
 from bilevel.stepping.updates import Update
-from bilevel.variables import Past, flatten, unflatten_like
+from bilevel.variables import Past, flatten, inner, lengths, unflatten_like
 
 MEMORY = 8
 """Steps that are combined: more of them cost more than they gain where gradients are cheap."""
@@ -100,13 +100,12 @@ class Pace:
         if self._before is not None:
             old, before = self._before
             ways = points - old
-            uphill = float((ways * (slopes + before)).sum()) > 0  # by the trapezoidal rule
-            for way, turn, size in zip(
-                *map(_lengths, (ways, slopes - before, points)), strict=True
-            ):
+            uphill = inner(ways, slopes + before) > 0  # by the trapezoidal rule
+            rounding = torch.finfo(points.dtype).eps ** 0.5
+            sizes = map(lengths, (ways, slopes - before, points))
+            for way, turn, size in zip(*sizes, strict=True):
                 # of a shorter way the turn is mostly rounding
-                seen = torch.finfo(points.dtype).eps ** 0.5 * size
-                if turn * self.rate > way > seen:
+                if turn * self.rate > way > rounding * size:
                     self.rate = way / turn
                     self._past.clear()
         self._before = points, slopes
@@ -115,7 +114,7 @@ class Pace:
         ends = flatten(leaves)
         ways = ends.view_as(points) - points
         # not the gradients themselves, which do not vanish at the edge of a set
-        self.settled = max(_lengths(ways)) <= SETTLED * self._signal * self.rate
+        self.settled = max(lengths(ways)) <= SETTLED * self._signal * self.rate
         self._taken += 1
         if len(self._past) > 1 and (uphill or self._past.lengthened_by(ways.view(-1))):
             ends = self._past.last
@@ -135,8 +134,3 @@ class Pace:
         """Go on from there."""
         self.rate = state["rate"]
         self._past.load_state_dict(state)
-
-
-def _lengths(rows: Tensor) -> list[float]:
-    lengths: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
-    return lengths

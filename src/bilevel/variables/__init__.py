@@ -39,7 +39,14 @@ from bilevel.variables.sparse import (
 from bilevel.variables.state import Stateful, check_alike, loaded, saved
 from bilevel.variables.table import Table
 from bilevel.variables.variable import Variable
-from bilevel.variables.vectors import conjugate_gradients, flatten, unflatten_like
+from bilevel.variables.vectors import (
+    conjugate_gradients,
+    flatten,
+    inner,
+    length,
+    lengths,
+    unflatten_like,
+)
 
 __all__ = [
     "Averaging",
@@ -66,8 +73,11 @@ __all__ = [
     "form_of",
     "frozen",
     "global_norm",
+    "inner",
     "is_sharded",
     "largest_entries",
+    "length",
+    "lengths",
     "loaded",
     "local_part",
     "longest_step",

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.variables.vectors import length
+
 MEMORY = 20
 """Past points that are combined."""
 
@@ -59,8 +61,7 @@ class Past:
 
     def lengthened_by(self, residual: Tensor) -> bool:
         """Whether a step is longer than the one before it."""
-        before, now = (torch.linalg.vector_norm(r) for r in (self._steps[-1][0], residual))
-        return not bool(now <= before)
+        return not length(residual) <= length(self._steps[-1][0])
 
     def add(self, residual: Tensor, image: Tensor) -> None:
         """One more step, by ``residual`` to ``image``."""
@@ -161,30 +162,30 @@ class ProximalStep(Map):
         The way is short, and grows while the gradient changes by no more than rounding, as it does
         where y is measured in large numbers and starts at 0.
         """
-        length = float(slope.norm())
-        if not length > 0:
+        steepness = length(slope)
+        if not steepness > 0:
             return 1.0
-        way = 1e-3 * (float(y.norm()) or 1.0) / length * slope
-        rounding = torch.finfo(y.dtype).eps ** 0.5 * length
+        way = 1e-3 * (length(y) or 1.0) / steepness * slope
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * steepness
         moved = turned = 0.0
         for _ in range(LONGEST_LOOK):
             there = self.project(y - way)
-            moved, before = float((there - y).norm()), moved
+            moved, before = length(there - y), moved
             if not before < moved < math.inf:  # the edge of a set, or of the numbers
                 break
-            turned = float((self.gradient(there) - slope).norm())
+            turned = length(self.gradient(there) - slope)
             if not turned <= rounding:
                 break
             way = 10 * way
         return turned / moved if turned > 0 and math.isfinite(turned) else 1.0
 
     def adapt(self, y: Tensor, seen: Tensor, other: Tensor, seen_there: Tensor) -> bool:
-        moved, turned = float((other - y).norm()), float((seen_there - seen).norm())
+        moved, turned = length(other - y), length(seen_there - seen)
         if not math.isfinite(turned):
             self.curvature *= 4
             return True
         # of a shorter way the turn is mostly rounding
-        rounding = torch.finfo(y.dtype).eps ** 0.5 * float(y.norm())
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * length(y)
         if moved > rounding and turned > 1.01 * self.curvature * moved:
             self.curvature = max(turned / moved, 1.5 * self.curvature)
             return True
@@ -227,8 +228,8 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
     while True:
         image = map_.image(y, seen)
         residual = image - y
-        scale = max(float(image.norm()), float(start.norm())) or 1.0
-        size = float(residual.norm()) / scale
+        scale = max(length(image), length(start)) or 1.0
+        size = length(residual) / scale
         since = 0 if size < 0.9 * least else since + 1
         least = min(least, size)
         stalled = (since >= STALLED and least <= eps**0.75) or (
@@ -236,7 +237,7 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
         )
         done = size <= max(tolerance, eps) or (stalled and size <= 2 * least)
         first = size * scale if math.isnan(first) else first
-        if done and first > 0 and scale > eps**-0.75 * (float(start.norm()) + first):
+        if done and first > 0 and scale > eps**-0.75 * (length(start) + first):
             # The steps are short only beside a y that goes to infinity, as there is no solution.
             return Found(image, size, evaluations, converged=False)
         if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
@@ -261,4 +262,4 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
 
 
 def _size(map_: Map, y: Tensor, seen: Tensor) -> float:
-    return float((map_.image(y, seen) - y).norm())
+    return length(map_.image(y, seen) - y)

@@ -16,6 +16,27 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in to_dense(tensors)])
 
 
+def length(vector: Tensor) -> float:
+    """The Euclidean norm; in single precision squares overflow from 1e19 on and vanish at 1e-23."""
+    return float(torch.linalg.vector_norm(vector.detach(), dtype=_wide(vector)))
+
+
+def lengths(rows: Tensor) -> list[float]:
+    """The Euclidean norm of each row, as :func:`length` has it."""
+    found: list[float] = torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).tolist()
+    return found
+
+
+def inner(a: Tensor, b: Tensor) -> float:
+    """The sum of the products of all entries, for the same reason in double precision."""
+    wide = _wide(a)
+    return float((a.to(wide) * b.to(wide)).sum())
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64  # which MPS has not
+
+
 def unflatten_like(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat vector, in the shapes and dtypes of the tensors ``like``."""
     parts = torch.split(vector, [tensor.numel() for tensor in like])

@@ -175,6 +175,64 @@ def test_a_callback_on_one_rank_stops_all(two: Ranks) -> None:
     assert two.run(_stopped) == [("STOPPED", 4)] * 2
 
 
+def _logged_by_one(rank: int, logs: int) -> tuple[list[int], int, list[float]]:
+    steps: list[int] = []
+
+    def callback(solver: bilevel.Solver, info: Any) -> bool:
+        steps.append(info.step)
+        return bool(info.step == 3)
+
+    mine = {"callback": callback} if rank == logs else {}
+    result = solve("plain tensors", "F2SA", DOUBLE, slice(None), steps=9, **mine)
+    return steps, result.steps, result.x.tolist()
+
+
+@pytest.mark.parametrize("logs", [0, 1])
+def test_one_rank_alone_may_have_a_callback(two: Ranks, logs: int) -> None:
+    answers = two.run(_logged_by_one, logs)
+    assert [steps for steps, *_ in answers] == [[0, 1, 2, 3] if r == logs else [] for r in (0, 1)]
+    assert answers[0][1:] == answers[1][1:]
+    assert answers[0][1] == 4
+
+
+def _moved_apart(rank: int, by: str) -> tuple[str, str]:
+    """What moves x differs between the ranks in a way that no description of it shows."""
+    problem = bilevel.problems.Quadratic(seed=0)
+
+    def rate(k: int) -> float:
+        return 0.2 if by == "schedule" and rank and k > 2 else 0.1
+
+    def x_set(x: Tensor) -> Tensor:
+        return x.clamp(max=0.1 + rank) if by == "set" else x
+
+    method = bilevel.F2SA(lower_lr=0.5, upper_lr=rate)
+    solved = bilevel.Problem(problem.upper, problem.lower, x_set=x_set)
+    return raised(lambda: bilevel.minimize(solved, problem.x0, problem.y0, method=method, steps=6))
+
+
+@pytest.mark.parametrize("by", ["schedule", "set"])
+def test_an_x_that_the_ranks_do_not_share_is_refused(two: Ranks, by: str) -> None:
+    for name, message in two.run(_moved_apart, by):
+        assert name == "DistributedError"
+        assert "x differs between the ranks" in message
+
+
+def _other_metrics(rank: int) -> tuple[str, str]:
+    problem = bilevel.problems.Quadratic(seed=0)
+
+    def upper(x: Any, y: Any, batch: Any) -> Any:
+        return problem.upper(x, y, batch), {f"of rank {rank}": 1.0}
+
+    solved = bilevel.Problem(upper, problem.lower)
+    return raised(lambda: bilevel.minimize(solved, problem.x0, problem.y0, steps=2))
+
+
+def test_metrics_of_other_names_are_not_averaged(two: Ranks) -> None:
+    for name, message in two.run(_other_metrics):
+        assert name == "DistributedError"
+        assert "'upper/of rank 0' on rank 0 and 'upper/of rank 1' on rank 1" in message
+
+
 def _callback_raises(rank: int) -> tuple[str, str]:
     def callback(solver: bilevel.Solver, info: Any) -> None:
         if rank == 1 and info.step == 3:

@@ -37,7 +37,7 @@ def fixed_point(**options: Any) -> Any:
 
 
 FUNCTION = types(None, "g")
-WEIGHT = types(None, "1", True, [1.0]) + bad(-1.0, float("nan"))
+WEIGHT = types(None, "1", True, [1.0], lambda: 1.0) + bad(-1.0, float("nan"))
 TERM = types(0.1, "l1", prox.L1)
 
 LAYERS: dict[str, Entry] = {
@@ -46,7 +46,7 @@ LAYERS: dict[str, Entry] = {
         {
             "source": types(None, 3, "tasks", torch.ones(3)) + bad([]),
             "tasks": COUNT,
-            "start": CHOICE,
+            "start": CHOICE + types(lambda: 1.0),
         },
     ),
     "argmin": Entry(

@@ -45,6 +45,10 @@ _BUCKET = 1 << 25
 """Bytes up to which gradients are put together before they are reduced."""
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of so many bytes."""
+
+
 def rows(count: int, process_group: GroupChoice = "default") -> slice:
     """Which of ``count`` rows belong to this rank; all of them where there is only one.
 
@@ -252,16 +256,32 @@ class Ranks:
                 if not is_sharded(tensor):
                     dist.broadcast(tensor.detach(), source, group=self.group)
         # frozen parameters are shared with the user's module, so they are compared, not written
+        self.require_alike(
+            variable.fixed,
+            f"the parameters of {variable.name} that require no gradient differ between the "
+            f"ranks; load or initialise them alike on all",
+        )
+
+    def require_same_leaves(self, variable: Variable) -> None:
+        """Raise on every rank unless all have the same numbers, where each holds all of them."""
+        whole = zip(variable.leaves, variable.averaging, strict=True)
+        self.require_alike(
+            [leaf for leaf, kind in whole if kind is Averaging.BY_RUN],
+            f"{variable.name} differs between the ranks, so that something that moves it does: a "
+            f"step size that is a function of k, a set that is a function, or an optimizer; give "
+            f"all ranks the same",
+        )
+
+    def require_alike(self, tensors: Sequence[Tensor], otherwise: str) -> None:
+        """Raise a :class:`~bilevel.errors.DistributedError` on every rank unless all hold alike."""
+        # sums of bits, which do not depend on the order in which a device adds up
         sums = [
-            [float(t.sum(dtype=torch.float64)), float(t.abs().sum(dtype=torch.float64))]
-            for t in variable.fixed
+            int(t.detach().contiguous().view(_BITS[t.element_size()]).sum(dtype=torch.int64))
+            for t in tensors
             if t.is_floating_point() and not is_sharded(t)
         ]
         if any(others != sums for others in self.gather(sums)):
-            raise DistributedError(
-                f"the parameters of {variable.name} that require no gradient differ between the "
-                f"ranks; load or initialise them alike on all"
-            )
+            raise DistributedError(otherwise)
 
 
 Differences: TypeAlias = Callable[[Any, Any, tuple[str, str]], list[str]]

@@ -177,16 +177,16 @@ def tracking_errors(
         )
     for name, copy in (("y", y), ("z", z)):
         check_tensor(name, copy)
-        if copy.shape[-1:] != problem.y0.shape[-1:]:
-            raise ArgumentError(
-                f"{name} has the shape {tuple(copy.shape)}, but y of this problem has the shape "
-                f"{tuple(problem.y0.shape)}"
-            )
     with torch.no_grad():
-        return TrackingErrors(
-            y=(y - problem.penalised_solution(x, multiplier)).norm(dim=-1),
-            z=(z - problem.lower_solution(x)).norm(dim=-1),
-        )
+        solved_y, solved_z = problem.penalised_solution(x, multiplier), problem.lower_solution(x)
+        for name, copy, solved in (("y", y, solved_y), ("z", z, solved_z)):
+            of_one_run = copy.shape == solved.shape[-1:]
+            if copy.shape != solved.shape and not (of_one_run or copy.shape[1:] == solved.shape):
+                raise ArgumentError(
+                    f"{name} has the shape {tuple(copy.shape)}, but y*(x) of this problem and this "
+                    f"x has the shape {tuple(solved.shape)}"
+                )
+        return TrackingErrors(y=(y - solved_y).norm(dim=-1), z=(z - solved_z).norm(dim=-1))
 
 
 def potential(problem: Quadratic, x: Tensor, y: Tensor, z: Tensor, multiplier: float) -> Tensor:
@@ -215,6 +215,11 @@ def _finite_copy(value: Any, name: str) -> Variable:
 def _check_problem(problem: Problem) -> None:
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem must be a bilevel.Problem, not {problem!r}")
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "the exact hypergradient needs derivatives, which torch.inference_mode() does not "
+            "allow; ask for it outside (torch.no_grad() does no harm)"
+        )
     if problem.y_prox is not None:
         raise ArgumentError(
             f"the problem has y_prox={problem.y_prox!r}, but the exact hypergradient is available "

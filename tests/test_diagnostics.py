@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 import bilevel
 from bilevel import F2SA, F3SA, Problem, check_hypergradient, hypergradient
+from bilevel.diagnostics import potential, tracking_errors
 from bilevel.errors import ArgumentError, ArgumentTypeError, NotConvergedError, ObjectiveError
 from bilevel.methods import Method
 from bilevel.problems import Nonconvex, Quadratic, WeightedLogistic
-from bilevel.problems.diagnostics import potential, tracking_errors
 
 NAN, INF = float("nan"), float("inf")
 QUADRATIC = Quadratic(4, 5, rho=0.3, seed=1)
@@ -468,6 +469,56 @@ def test_tracking_errors_are_the_displacements(problem: Any) -> None:
     moved = tracking_errors(problem, X, y + away, z - 2 * away, 8.0)
     assert float(moved.y) == pytest.approx(5, rel=1e-12)
     assert float(moved.z) == pytest.approx(10, rel=1e-12)
+
+
+def test_tracking_errors_of_other_numbers_of_runs_are_refused() -> None:
+    x, y = torch.stack([X, X, X]), torch.stack([Y, Y])
+    with pytest.raises(ArgumentError, match=r"z has the shape \(2, 5\), .* \(3, 5\)"):
+        tracking_errors(QUADRATIC, x, Y, y, 8.0)
+
+
+def test_the_module_can_be_imported_by_its_public_name() -> None:
+    assert importlib.import_module("bilevel.diagnostics") is bilevel.diagnostics
+
+
+# The message names what is wrong, and not the Hessian of g
+
+
+def _hypergradient_of(upper: Any, lower: Any) -> Any:
+    return hypergradient(Problem(upper, lower), X, X + 1.0)
+
+
+def _distance(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+    return ((y - x) ** 2).sum()
+
+
+def test_an_upper_objective_without_a_graph_is_refused() -> None:
+    with pytest.raises(ObjectiveError, match=r"upper.* depends on neither x nor y"):
+        _hypergradient_of(lambda x, y, batch: (y**2).sum().detach(), _distance)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_an_objective_that_is_not_finite_is_named(bad: float) -> None:
+    def broken(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return bad * (1 + (y**2).sum())
+
+    with pytest.raises(NotConvergedError, match=rf"upper.* is {bad}"):
+        _hypergradient_of(broken, _distance)
+    with pytest.raises(NotConvergedError, match=rf"lower.* is {bad}"):
+        _hypergradient_of(_distance, broken)
+
+
+def test_inference_mode_is_named() -> None:
+    with torch.inference_mode(), pytest.raises(ArgumentError, match="inference_mode"):
+        _hypergradient_of(_distance, _distance)
+
+
+@pytest.mark.parametrize("method", [F2SA(scheme="midpoint"), F2SA(), F3SA()], ids=str)
+def test_an_upper_objective_of_x_alone_has_its_own_gradient(method: Method[Any]) -> None:
+    problem = Problem(lambda x, y, batch: (x**2).sum(), _distance)
+    check = check_hypergradient(problem, X, X + 1.0, method=method)
+    assert check.relative_error < 1e-12
+    assert torch.allclose(check.exact, 2 * X)
 
 
 def test_tracking_errors_of_many_runs_are_one_number_each() -> None:
