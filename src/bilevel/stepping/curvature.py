@@ -197,7 +197,7 @@ def largest_multiplier(now: float, y: Variable, z: Variable, g: float, f: float)
     """The multiplier beyond which the difference of two gradients, at y and z, is rounding."""
     a, b = flatten(y.leaves), flatten(z.leaves)
     rounding: float = torch.finfo(a.dtype).eps ** 0.5
-    apart = float((a - b).norm()) / (float(b.norm()) or math.inf)
+    apart = length(a - b) / (length(b) or math.inf)
     closest = now * apart / rounding if apart else math.inf
     return min(closest, 0.1 / rounding * max(1.0, f / g if g > 0 else 1.0))
 
