@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bilevel.cleaning import LabelCleaner
 from bilevel.cleaning.noise import NoiseModel
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask
@@ -51,3 +52,12 @@ def test_the_fewer_samples_are_trusted_the_more_labels_are_worth_a_look(
     assert verdict.quality.min() > 0.5
     assert verdict.issue.sum() == share * COUNT
     assert verdict.issue[: int(share * COUNT)].all()
+
+
+@pytest.mark.filterwarnings("ignore::bilevel.errors.CleaningWarning")
+@pytest.mark.parametrize("seed", range(3))
+def test_where_a_model_tells_nothing_few_labels_are_called_wrong(seed: int) -> None:
+    X = np.random.default_rng(seed).normal(size=(700, 2))
+    y = (X**2).sum(1) > 1.4  # a circle, of which a linear model knows nothing
+    cleaner = LabelCleaner().fit(X[100:], y[100:], X_clean=X[:100], y_clean=y[:100])
+    assert cleaner.label_issues()["is_label_issue"].mean() <= 0.02

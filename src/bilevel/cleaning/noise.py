@@ -321,12 +321,15 @@ def log_odds_of_shares(
     return float(odds - none)
 
 
-def threshold(quality: Array) -> float:
+def threshold(quality: Array) -> tuple[float, float]:
     """The quality below which labels are issues: that with the highest expected F1 score.
 
     With w_i = 1 - q_i, the expected F1 of the labels in a set S is nearly
-    2 sum_S w_i / (|S| + sum w_i).
+    2 sum_S w_i / (|S| + sum w_i). Also, how far this score is on the way from that of all labels
+    to 1: where the qualities tell nothing, all labels are as good a choice as any.
     """
     wrong = np.sort(1 - quality)[::-1]
     score = 2 * np.cumsum(wrong) / (np.arange(1, len(wrong) + 1) + wrong.sum() + 1e-12)
-    return float(1 - wrong[int(score.argmax())])
+    best = int(score.argmax())
+    told = (score[best] - score[-1]) / max(1 - score[-1], 1e-12)
+    return float(1 - wrong[best]), float(told)

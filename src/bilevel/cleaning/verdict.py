@@ -28,6 +28,7 @@ _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
 _FEW = 0.005, 0.02  # called wrong where none may be: at least and at most
 SURELY = 0.95  # the probability of an interval
 _LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
+_TELLING = 0.1  # of the way from calling all labels wrong to an F1 of 1; chance goes 0.06 of it
 _SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
 _EXPECTED = 8.0
 """How much more often some labels of every class are wrong than none, where labels are cleaned."""
@@ -181,12 +182,14 @@ def judge(
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
     # Whether any label is wrong does not change which threshold is best if some are.
-    limit = threshold(quality if measured else whole[rows, given])
+    limit, told = threshold(quality if measured else whole[rows, given])
     limit = limit if measured else belief * limit + (1 - belief)
     fewest, most = _FEW
     # So many labels may be wrong without one of the trusted ones showing it.
     few = _lowest(quality, max(min(1 / len(task.trusted), most), fewest) if fitted else most)
-    if belief < _LIKELY or not fitted or wrong < HARDLY_ANY:
+    if told < _TELLING:
+        limit = min(limit, few)
+    elif belief < _LIKELY or not fitted or wrong < HARDLY_ANY:
         limit = min(limit, max(0.5, few))  # what is rare or uncertain has to be probable, too
     if belief < SURELY:
         low = 0.0
