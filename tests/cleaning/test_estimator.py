@@ -12,6 +12,7 @@ import pytest
 import sklearn
 import torch
 from scipy import sparse
+from sklearn.datasets import load_breast_cancer
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -161,6 +162,17 @@ def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.01
     cleaner = LabelCleaner(max_steps=2).fit(X, insects.true)
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.03
+
+
+def test_a_model_without_the_wrong_labels_is_penalised_less() -> None:
+    data = load_breast_cancer()
+    rng = np.random.default_rng(2)
+    order = rng.permutation(len(data.target))
+    X, y = data.data[order], data.target[order]
+    given = np.where(rng.random(369) < 0.2, 1 - y[:369], y[:369])
+    cleaner = LabelCleaner(max_steps=1).fit(X[:369], given)
+    assert cleaner.settings_["ridge, cleaned"] < cleaner.settings_["ridge, noisy only"]
+    assert cleaner.score(X[369:], y[369:]) > 0.8
 
 
 def test_where_no_label_is_wrong_a_few_trusted_rows_predict_little() -> None:

@@ -80,7 +80,12 @@ def test_the_threshold_has_the_highest_expected_f1() -> None:
     quality = RNG.random(50)
     wrong = 1 - quality
     scores = [2 * wrong[quality <= q].sum() / ((quality <= q).sum() + wrong.sum()) for q in quality]
-    assert noise.threshold(quality) == pytest.approx(quality[int(np.argmax(scores))])
+    found, told = noise.threshold(quality)
+    assert found == pytest.approx(quality[int(np.argmax(scores))])
+    of_all = scores[int(quality.argmax())]
+    assert told == pytest.approx((max(scores) - of_all) / (1 - of_all))
+    assert noise.threshold(np.full(50, 0.8))[1] == pytest.approx(0)
+    assert noise.threshold(np.repeat([0.0, 1.0], 25))[1] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("best", [1e-6, 3e-4, 0.01, 8.0])

@@ -107,7 +107,13 @@ def test_batch_norm_and_weighted_means_are_means() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [{}, {"direction_batch_size": 12}, {"direction_batch_size": "all"}]
+    "parts",
+    [
+        {},
+        {"direction_batch_size": 12},
+        {"direction_batch_size": "all"},
+        {"direction_batch_size": "all", "chunk_size": 24},
+    ],
 )
 def test_a_sum_on_whole_minibatches_is_welcome(parts: dict[str, Any]) -> None:
     solver(sum_upper, sum_lower, **parts).step()

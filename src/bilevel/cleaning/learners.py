@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from bilevel.cleaning.rows import FeatureRows, Features
+from bilevel.cleaning.rows import FeatureRows, Features, in_chunks
 from bilevel.methods import F2SA
 
 MULTIPLIER = 5.0
@@ -136,14 +136,12 @@ class Learner(Fitter):
         """The logits of all rows."""
         if len(rows) == 0:
             return torch.zeros(0, self.classes)
-        places = torch.split(torch.arange(len(rows)), rows.chunk)
-        return torch.cat([self.logits(y, rows.take(some)) for some in places])
+        return torch.cat([self.logits(y, some) for some in in_chunks(rows)])
 
     @torch.no_grad()
     def predict_folds(self, y: Any, rows: FeatureRows) -> Tensor:
         """The logits of all rows by all folds, of shape (rows, folds, classes)."""
-        places = torch.split(torch.arange(len(rows)), rows.chunk)
-        return torch.cat([self.fold_logits(y, rows.take(some)) for some in places])
+        return torch.cat([self.fold_logits(y, some) for some in in_chunks(rows)])
 
     def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         """sum_mi w_mi CE_mi by each copy m of the variables, with weights of shape (m, rows)."""

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
-from scipy.special import log_softmax, softmax
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -46,9 +45,23 @@ def by_class(logits: Any) -> Array:
     return np.asfortranarray(logits, np.float64)
 
 
+def softmax(logits: Array) -> Array:
+    """The probabilities of each row; SciPy's function takes longer to call than a few rows take."""
+    p: Array = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    return p
+
+
+def log_softmax(logits: Array) -> Array:
+    """The logarithms of the probabilities of each row."""
+    log_p: Array = logits - logits.max(1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+    return log_p
+
+
 def cross_entropy(logits: Array, labels: Array) -> float:
     """The mean cross entropy."""
-    return float(-log_softmax(logits, 1)[np.arange(len(labels)), labels].mean())
+    return float(-log_softmax(logits)[np.arange(len(labels)), labels].mean())
 
 
 def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
@@ -62,7 +75,7 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     log_b = 0.0
     for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
         b = np.exp(log_b)
-        p = softmax(b * z, 1)
+        p = softmax(b * z)
         mean = (p * z).sum(1)
         slope = b * (float(mean.mean()) - at_given) + precision * log_b
         curvature = b * b * float(((p * z * z).sum(1) - mean * mean).mean()) + precision
@@ -96,7 +109,7 @@ class Pool:
 
     def probabilities(self, models: list[Array]) -> Array:
         """The probability of each class."""
-        p: Array = softmax(self.logits(models), 1)
+        p: Array = softmax(self.logits(models))
         return p
 
 
@@ -123,7 +136,7 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
 
     def objective(flat: Array) -> tuple[float, Array]:
         a, c = flat[: len(models)], flat[len(models) :]
-        log_p = log_softmax(_combined(a, Z) + c, 1)
+        log_p = log_softmax(_combined(a, Z) + c)
         prior = 0.5 * PRECISION * float(((a - equal) ** 2).sum() + (c**2).sum())
         value = prior - float(log_p[rows, labels].sum())
         slope = np.exp(log_p)
@@ -137,7 +150,7 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
     a, c = found.x[: len(models)], found.x[len(models) :]
     logits = _combined(a, Z) + c
-    return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits, 1)))
+    return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits)))
 
 
 def _freedom(Z: list[Array], p: Array) -> float:
@@ -242,7 +255,7 @@ def separated(logits: Array, labels: Array) -> Pool:
     link = np.concatenate([[1.0], np.zeros(classes)])
 
     def objective(v: Array, q: Array) -> tuple[float, Array]:
-        log_p = log_softmax(v[0] * z + v[1:], 1)
+        log_p = log_softmax(v[0] * z + v[1:])
         slope = np.exp(log_p) - q
         loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
         gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
@@ -250,7 +263,7 @@ def separated(logits: Array, labels: Array) -> Pool:
 
     for _ in range(_ITERATIONS):
         before = T, link[0]
-        p = softmax(link[0] * z + link[1:], 1)
+        p = softmax(link[0] * z + link[1:])
         for _ in range(3):  # T converges more slowly than the link, and costs less
             q = p * T[:, given].T
             q /= q.sum(1, keepdims=True) + 1e-300
@@ -282,7 +295,7 @@ def log_odds_of_shares(
     link = np.concatenate([[1.0], np.zeros(classes)])
 
     def objective(v: Array, other: Array) -> tuple[float, Array]:
-        p = softmax(v[0] * z + v[1:], 1)
+        p = softmax(v[0] * z + v[1:])
         chosen = p[rows, labels]
         likelihood = other + (1 - classes * other) * chosen + 1e-300
         p[rows, labels] -= 1
@@ -308,12 +321,15 @@ def log_odds_of_shares(
     return float(odds - none)
 
 
-def threshold(quality: Array) -> float:
+def threshold(quality: Array) -> tuple[float, float]:
     """The quality below which labels are issues: that with the highest expected F1 score.
 
     With w_i = 1 - q_i, the expected F1 of the labels in a set S is nearly
-    2 sum_S w_i / (|S| + sum w_i).
+    2 sum_S w_i / (|S| + sum w_i). Also, how far this score is on the way from that of all labels
+    to 1: where the qualities tell nothing, all labels are as good a choice as any.
     """
     wrong = np.sort(1 - quality)[::-1]
     score = 2 * np.cumsum(wrong) / (np.arange(1, len(wrong) + 1) + wrong.sum() + 1e-12)
-    return float(1 - wrong[int(score.argmax())])
+    best = int(score.argmax())
+    told = (score[best] - score[-1]) / max(1 - score[-1], 1e-12)
+    return float(1 - wrong[best]), float(told)

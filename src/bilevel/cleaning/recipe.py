@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import log_softmax, softmax
 from torch import Tensor
 
 from bilevel.cleaning.comparison import BOTH, CLEANED, CrossFit, CrossFits
@@ -37,7 +36,9 @@ from bilevel.cleaning.noise import (
     fit_noise,
     fit_pool,
     fit_sharpness,
+    log_softmax,
     separated,
+    softmax,
 )
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask, SearchSettings
@@ -102,7 +103,7 @@ def clean(
         learned = learn_weights(searcher, task, start, settings)
     noisy = fits.noisy_only()
     sharpness, _ = fit_sharpness(noisy.judged, fits.given)
-    frequency = softmax(sharpness * noisy.judged, 1)
+    frequency = softmax(sharpness * noisy.judged)
     if task.verified:
         fitted = _verified(fits, task, noisy, frequency, searcher, learned)
     else:
@@ -111,7 +112,7 @@ def clean(
     checked = None
     if task.old_labels is not None:
         on_trusted = pool.probabilities([fit.trusted for fit in pooled])
-        checked = Evidence(on_trusted, softmax(sharpness * noisy.trusted, 1))
+        checked = Evidence(on_trusted, softmax(sharpness * noisy.trusted))
     signs: Signs | None = None
     if task.verified:
         signs = signs_of_noise(
@@ -208,7 +209,8 @@ def _unverified(
     p, noise = _alone(noisy.judged, fits.given, frequency, task)
     quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
     kept = (quality >= 0.5).astype(float)
-    cleaned = fits.together(CLEANED, [kept] * task.folds, None, noisy.ridge, noisy)
+    ridge = fits.cleaned_ridge(kept, noisy)
+    cleaned = fits.together(CLEANED, [kept] * task.folds, None, ridge, noisy)
     sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
     return [cleaned], Pool(np.array([sharpness]), np.zeros(p.shape[1])), p, noise, {}
 
@@ -248,7 +250,7 @@ def _helped(pooled: list[CrossFit], labels: Array) -> bool:
     rows = np.arange(len(labels))
     found = []
     for fit in pooled:
-        log_p = log_softmax(fit_sharpness(fit.trusted, labels)[0] * fit.trusted, 1)
+        log_p = log_softmax(fit_sharpness(fit.trusted, labels)[0] * fit.trusted)
         found.append((-log_p[rows, labels], (log_p.argmax(1) != labels).astype(float)))
     return not any(
         all(_clearly_positive(ours - theirs) for ours, theirs in zip(found[-1], other, strict=True))
@@ -266,13 +268,13 @@ def _from_predictions(task: CleaningTask) -> CleaningResult:
     judged, trusted = (by_class(task.predictions[i]) for i in (task.judged, task.trusted))
     given, right = task.labels[task.judged].numpy(), task.labels[task.trusted].numpy()
     sharpness, _ = fit_sharpness(judged, given)
-    frequency = softmax(sharpness * judged, 1)
+    frequency = softmax(sharpness * judged)
     checked, noise, signs = None, None, None
     if task.verified:
         pool = fit_pool([trusted], right)
         p = pool.probabilities([judged])
         if task.old_labels is not None:
-            seen = softmax(sharpness * trusted, 1)
+            seen = softmax(sharpness * trusted)
             checked = Evidence(pool.probabilities([trusted]), seen)
         signs = signs_of_noise([judged], [trusted], given, right, pool)
         compared = {POOLED: _compared(trusted, right)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -129,8 +129,16 @@ class SparseFeatures:
 
 def linear(rows: FeatureRows, weight: Tensor, bias: Tensor) -> Tensor:
     """A W + b for the rows A, a few rows at a time."""
-    places = torch.split(torch.arange(len(rows)), rows.chunk)
-    return torch.cat([rows.take(some) @ weight + bias for some in places])
+    return torch.cat([some @ weight + bias for some in in_chunks(rows)])
+
+
+def in_chunks(rows: FeatureRows) -> Iterator[Features]:
+    """All rows, a few at a time."""
+    if len(rows) <= rows.chunk:
+        yield rows.everything()
+        return
+    for some in torch.split(torch.arange(len(rows)), rows.chunk):
+        yield rows.take(some)
 
 
 class Scaler:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
-from bilevel.cleaning.rows import DenseRows, FeatureRows, Features
+from bilevel.cleaning.rows import Array, DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
 
 _INNER_STEPS = 7  # with more of them, the weights on the way tell wrong labels less well
@@ -23,6 +24,7 @@ _LBFGS_ITERATIONS = (15, 100)  # at least and at most
 _TOLERANCE = 5e-5  # of the gradient
 _SMALL = 10_000  # entries of features with which a fit takes no time, and may be exact
 _MOST_TOGETHER = 200_000  # variables of the models that are fitted at once
+_QUICK_TO_CALL = 10_000  # exponentials, up to which NumPy takes less time than torch
 _LBFGS_WORK = 1e8  # entries of the features that all iterations together may read, within these
 
 
@@ -40,6 +42,7 @@ class SoftmaxRegression(Learner):
     def __init__(self, rows: FeatureRows, classes: int) -> None:
         self.classes = classes
         self._mean, self._scale = _mean_and_scale(rows)
+        self._mean_array = self._mean.numpy()
         self.curvature = 0.5 * self._scale**2
 
     @property
@@ -61,7 +64,7 @@ class SoftmaxRegression(Learner):
         return {"weight": y["weight"][:, columns], "bias": y["bias"][columns]}
 
     def fold_logits(self, y: Any, features: Features) -> Tensor:
-        return self.logits(y, features).view(len(features), -1, self.classes)
+        return self.logits(y, features).reshape(len(features), -1, self.classes)
 
     def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
         loss: Tensor = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
@@ -70,18 +73,33 @@ class SoftmaxRegression(Learner):
         return loss
 
     def logits(self, y: Any, features: Features) -> Tensor:
-        plain = self.finished(y)
-        return (features @ plain["weight"]).add_(plain["bias"])
+        weight, bias = (y[name].detach().numpy() for name in ("weight", "bias"))
+        return torch.from_numpy(self.scores(weight, bias, _matrix(features)).T)
 
-    def gradient(self, slope: Tensor, features: Features) -> tuple[Tensor, Tensor]:
-        """The gradients by W and b, from that by the logits, of shape (columns of W, rows)."""
-        if isinstance(features, Tensor):
-            # The slope has few rows; in this order the large matrix is read sequentially.
-            by_weight = (slope @ features).T
+    def scores(self, weight: Array, bias: Array, matrix: Any) -> Array:
+        """The logits of the rows of a matrix, dense or sparse, of shape (columns of W, rows).
+
+        Here and in the loss the arrays are NumPy's: in small fits, of which there are many, most of
+        the time would go into calling torch's operations, which take several times as long to call.
+        """
+        logits: Array
+        if isinstance(matrix, np.ndarray):
+            logits = weight.T @ matrix.T
         else:
-            by_weight = features.T @ slope.T.contiguous()
+            logits = np.ascontiguousarray((matrix @ weight).T)
+        logits += (self._scale * bias - self._mean_array @ weight)[:, None]
+        return logits
+
+    def gradient(self, slope: Array, matrix: Any) -> tuple[Array, Array]:
+        """The gradients by W and b, from that by the logits, of shape (columns of W, rows)."""
+        if isinstance(matrix, np.ndarray):
+            # The slope has few rows; in this order the large matrix is read sequentially.
+            by_weight = (slope @ matrix).T
+        else:
+            by_weight = matrix.T @ np.ascontiguousarray(slope.T)
         by_offset = slope.sum(1)
-        return torch.addr(by_weight, self._mean, by_offset, alpha=-1), self._scale * by_offset
+        by_weight -= np.outer(self._mean_array, by_offset)
+        return by_weight, self._scale * by_offset
 
     def finished(self, y: Any) -> dict[str, Tensor]:
         """The W and b for which the logits are a W + b."""
@@ -164,22 +182,19 @@ class SoftmaxRegression(Learner):
             return [y for part in parts for y in part]
         kept = weights.any(0).nonzero().squeeze(1)
         part = rows if len(kept) == len(rows) else rows.part(kept)
-        features, labels = part.everything(), labels[kept]
-        shares = weights[:, kept] / weights.sum(1, keepdim=True)
+        matrix, given = _matrix(part.everything()), labels[kept].numpy()
+        shares = (weights[:, kept] / weights.sum(1, keepdim=True)).numpy()
         shape = self.width, count * self.classes
         size = shape[0] * shape[1]
 
-        def unpacked(flat: Any) -> dict[str, Tensor]:
-            values = torch.from_numpy(flat).float()
-            return {"weight": values[:size].view(shape), "bias": values[size:]}
-
-        def objective(flat: Any) -> tuple[float, Any]:
-            y = unpacked(flat)
-            loss, slope = loss_and_gradient(self.logits(y, features), labels, shares)
-            by_weight, by_bias = self.gradient(slope, features)
-            by_weight.add_(y["weight"], alpha=2 * ridge)
-            gradient = torch.cat([by_weight.reshape(-1), by_bias]).double()
-            return float(loss) + ridge * float(self.penalty(y)), gradient.numpy()
+        def objective(flat: Array) -> tuple[float, Array]:
+            values = flat.astype(np.float32)
+            weight, bias = values[:size].reshape(shape), values[size:]
+            loss, slope = loss_and_gradient(self.scores(weight, bias, matrix), given, shares)
+            by_weight, by_bias = self.gradient(slope, matrix)
+            gradient = np.concatenate([by_weight.reshape(-1), by_bias]).astype(np.float64)
+            gradient[:size] += 2 * ridge * flat[:size]
+            return loss + ridge * float(flat[:size] @ flat[:size]), gradient
 
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
@@ -187,7 +202,8 @@ class SoftmaxRegression(Learner):
         ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-7
         options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
         found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
-        every = unpacked(found.x)
+        values = torch.from_numpy(found.x).float()
+        every = {"weight": values[:size].view(shape), "bias": values[size:]}
         return [self.fold(every, number) for number in range(count)]
 
     def compressed(self, rows: FeatureRows) -> Compressed:
@@ -251,56 +267,69 @@ class _WeightedLoss(torch.autograd.Function):
         features: Features,
         labels: Tensor,
     ) -> Tensor:
-        logits = learner.logits({"weight": weight, "bias": bias}, features)
-        losses, exponentials, sums = _losses(logits, labels, learner.classes)
-        ctx.learner, ctx.features = learner, features
-        ctx.save_for_backward(labels, exponentials, sums, weights, losses)
-        return (weights * losses).sum()
+        matrix = _matrix(features)
+        logits = learner.scores(weight.numpy(), bias.numpy(), matrix)
+        losses, *saved = _losses(logits, labels.numpy(), learner.classes)
+        ctx.learner, ctx.matrix, ctx.saved = learner, matrix, (labels.numpy(), *saved)
+        ctx.save_for_backward(weights, torch.from_numpy(losses))
+        return (weights * torch.from_numpy(losses)).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, weights, losses = ctx.saved_tensors
+        weights, losses = ctx.saved_tensors
         of_model: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.needs_input_grad[0]:
-            labels, exponentials, sums = saved
-            slope = _slope(labels, exponentials, sums, gradient * weights)
-            of_model = ctx.learner.gradient(slope, ctx.features)
+            labels, exponentials, sums = ctx.saved
+            slope = _slope(labels, exponentials, sums, (gradient * weights).numpy())
+            by_weight, by_bias = ctx.learner.gradient(slope, ctx.matrix)
+            of_model = torch.from_numpy(by_weight), torch.from_numpy(by_bias)
         return *of_model, gradient * losses, None, None, None
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_mi w_mi CE_mi of logits (n, m k), and its gradient by them, of shape (m k, n).
+def _matrix(features: Features) -> Any:
+    return features.numpy() if isinstance(features, Tensor) else features.matrix
+
+
+def loss_and_gradient(logits: Array, labels: Array, weights: Array) -> tuple[float, Array]:
+    """sum_mi w_mi CE_mi and its gradient by the logits, both of shape (m k, n).
 
     Args:
-        logits: those of m models with k classes each, side by side.
+        logits: those of m models with k classes each, one after another; they are overwritten.
         labels: the classes, of shape (n).
         weights: of shape (m, n).
     """
-    losses, exponentials, sums = _losses(logits, labels, logits.shape[1] // len(weights))
-    return (weights * losses).sum(), _slope(labels, exponentials, sums, weights)
+    losses, exponentials, sums = _losses(logits, labels, len(logits) // len(weights))
+    return float((weights * losses).sum()), _slope(labels, exponentials, sums, weights)
 
 
-def _losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(logits: Array, labels: Array, classes: int) -> tuple[Array, Array, Array]:
     """CE_mi, of shape (m, n); the exponentials of the logits, (m, k, n), and their sums.
 
     With few classes it takes a tenth of the time of torch's cross entropy, which processes the
     logits sample by sample: here a row is a class.
     """
-    by_class = logits.T.contiguous().view(-1, classes, len(labels))
-    by_class -= by_class.amax(1, keepdim=True)
-    given = by_class.gather(1, labels.expand(len(by_class), 1, -1)).squeeze(1)
-    exponentials = by_class.exp_()
-    sums = exponentials.sum(1)
-    return sums.log() - given, exponentials, sums
+    by_class = logits.reshape(-1, classes, len(labels))
+    by_class -= by_class.max(1, keepdims=True)
+    given = by_class.reshape(len(by_class), -1).take(_places(labels), 1)
+    if by_class.size < _QUICK_TO_CALL:
+        np.exp(by_class, out=by_class)
+    else:
+        torch.from_numpy(by_class).exp_()
+    sums = by_class.sum(1)
+    return np.log(sums) - given, by_class, sums
 
 
-def _slope(labels: Tensor, exponentials: Tensor, sums: Tensor, weights: Tensor) -> Tensor:
+def _slope(labels: Array, exponentials: Array, sums: Array, weights: Array) -> Array:
     """The gradient of sum_mi w_mi CE_mi by the logits, of shape (m k, n)."""
-    slope = exponentials * (weights / sums).unsqueeze(1)
-    index = labels.expand(len(slope), 1, -1)
-    slope.scatter_add_(1, index, -weights.unsqueeze(1))
-    return slope.view(-1, len(labels))
+    slope = exponentials * (weights / sums)[:, None]
+    slope.reshape(len(slope), -1)[:, _places(labels)] -= weights
+    return slope.reshape(-1, len(labels))
+
+
+def _places(labels: Array) -> Array:
+    """Where the given class of each sample is in an array of (k, n) that is made flat."""
+    return labels * len(labels) + np.arange(len(labels))
 
 
 def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:

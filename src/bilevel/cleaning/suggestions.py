@@ -26,7 +26,7 @@ the probability p / b.
 """
 _FEWEST = 0.02  # suggestions per label; fewer are mostly the mistakes of a model
 HARDLY_ANY = 0.03  # the share of wrong labels that models find even where there are none
-_ODDS_ALONE, _SURE, MANY = 20.0, 0.9, 0.2
+_ODDS_ALONE, _SURE, _MANY = 20.0, 0.9, 0.2
 """Without trusted samples: the odds, the mean probability of the best class, and the share of wrong
 labels from which on suggestions are made.
 
@@ -82,7 +82,7 @@ def without_trusted(p: Array, posterior: Array, given: Array) -> Array:
     """
     best = posterior.argmax(1)
     wrong = 1 - float(posterior[np.arange(len(given)), given].mean())
-    if wrong < MANY or float(p.max(1).mean()) < _SURE:
+    if wrong < _MANY or float(p.max(1).mean()) < _SURE:
         return given.copy()
     return np.where(_odds(posterior, best, given) > _ODDS_ALONE, best, given)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit, logit, softmax
+from scipy.special import expit, logit
 
 from bilevel.cleaning.noise import (
     UNIDENTIFIED,
@@ -18,16 +18,17 @@ from bilevel.cleaning.noise import (
     fit_pool,
     fit_sharpness,
     log_odds_of_shares,
+    softmax,
     threshold,
 )
-from bilevel.cleaning.suggestions import HARDLY_ANY, MANY, Evidence, with_trusted, without_trusted
+from bilevel.cleaning.suggestions import HARDLY_ANY, Evidence, with_trusted, without_trusted
 from bilevel.cleaning.task import CleaningTask
 
 _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
-_FEW, _FEW_ALONE = 0.005, 0.02  # called wrong where none may be; without trusted samples
-_SUSPECT = 0.3  # called wrong without trusted samples; 3% of right labels have at most this quality
+_FEW = 0.005, 0.02  # called wrong where none may be: at least and at most
 SURELY = 0.95  # the probability of an interval
 _LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
+_TELLING = 0.1  # of the way from calling all labels wrong to an F1 of 1; chance goes 0.06 of it
 _SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
 _EXPECTED = 8.0
 """How much more often some labels of every class are wrong than none, where labels are cleaned."""
@@ -105,7 +106,7 @@ def signs_of_noise(
     hidden = gained - pool.freedom - np.log(_SELDOM)
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
-        _losses(softmax(sharpness * z, 1), labels)
+        _losses(softmax(sharpness * z), labels)
         for z, labels in ((judged[0], given), (trusted[0], right))
     )
     spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
@@ -181,13 +182,15 @@ def judge(
         low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
     # Whether any label is wrong does not change which threshold is best if some are.
-    limit = threshold(quality if measured else whole[rows, given])
+    limit, told = threshold(quality if measured else whole[rows, given])
     limit = limit if measured else belief * limit + (1 - belief)
-    few = _lowest(quality, _FEW if fitted else _FEW_ALONE)
-    if belief < _LIKELY:
+    fewest, most = _FEW
+    # So many labels may be wrong without one of the trusted ones showing it.
+    few = _lowest(quality, max(min(1 / len(task.trusted), most), fewest) if fitted else most)
+    if told < _TELLING:
         limit = min(limit, few)
-    elif not fitted or wrong < HARDLY_ANY:  # what is rare or uncertain has to be probable, too
-        limit = min(limit, max(_SUSPECT if not fitted and wrong < MANY else 0.5, few))
+    elif belief < _LIKELY or not fitted or wrong < HARDLY_ANY:
+        limit = min(limit, max(0.5, few))  # what is rare or uncertain has to be probable, too
     if belief < SURELY:
         low = 0.0
     return Verdict(

@@ -178,8 +178,14 @@ class Sampling:
     def _in_unequal_parts(self) -> bool:
         """Whether samples come in parts that are not of the size of a minibatch."""
         size, batch = self.direction_batch_size, self.batch_size
-        if self.chunk_size is not None or size is None or batch is None:
-            return self.chunk_size is not None
+        if self.chunk_size is not None:
+            data = [getattr(self, name) for name in LEVELS]
+            if not all(isinstance(level, torch.Tensor) for level in data):
+                return True
+            sizes = [*map(len, data), batch or 0, size if isinstance(size, int) else 0]
+            return max(sizes) > self.chunk_size  # otherwise every part is the whole
+        if size is None or batch is None:
+            return False
         counts = self.lengths().values() if size == "all" else [size]
         return any(count is not None and count % batch for count in counts)
 

@@ -1,0 +1,63 @@
+"""Which labels are called wrong, by how sure it is that any are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bilevel.cleaning import LabelCleaner
+from bilevel.cleaning.noise import NoiseModel
+from bilevel.cleaning.suggestions import Evidence
+from bilevel.cleaning.task import CleaningTask
+from bilevel.cleaning.verdict import Signs, Verdict, judge
+
+COUNT = 1000
+
+
+def judged(trusted: int, improbable: int, belief: float | None, least: float = 0.001) -> Verdict:
+    """The verdict on labels of the first of two classes, some of which are improbable.
+
+    A ``belief`` of None: without trusted samples; labels are wrong with the probability 0.2.
+    """
+    first = np.linspace(0.9, 0.99, COUNT)
+    first[:improbable] = np.linspace(least, 1.5 * least, improbable)
+    p = np.stack([first, 1 - first], 1)
+    labels = torch.zeros(COUNT + trusted, dtype=torch.int64)
+    numbers = torch.arange(COUNT + trusted)
+    task = CleaningTask(
+        rows=None, labels=labels, train=numbers[:COUNT], trusted=numbers[COUNT:],
+        judged=numbers[:COUNT], fold=numbers % 5, folds=5, verified=belief is not None,
+        votes=np.zeros((COUNT, 1), np.int64),
+    )  # fmt: skip
+    noise = None if belief is not None else NoiseModel(np.array([[0.8, 0.2], [0.2, 0.8]]), 0.0)
+    signs = None if belief is None else Signs(belief, certain=False)
+    evidence = Evidence(p, np.full((COUNT, 2), [0.95, 0.05]))
+    return judge(evidence, None, task, noise, signs)
+
+
+def test_a_label_that_is_more_probably_wrong_than_right_is_called_wrong() -> None:
+    for verdict in (judged(30, 100, 0.7), judged(0, 100, None, least=0.1)):
+        assert verdict.quality[:100].max() < 0.5
+        assert verdict.issue[:100].all()
+        assert not verdict.issue[100:].any()
+    assert judged(0, 100, None, least=0.1).quality[:100].min() > 0.3
+
+
+@pytest.mark.parametrize(("trusted", "share"), [(10, 0.02), (100, 0.01), (1000, 0.005)])
+def test_the_fewer_samples_are_trusted_the_more_labels_are_worth_a_look(
+    trusted: int, share: float
+) -> None:
+    verdict = judged(trusted, 100, 0.3)  # probably no label is wrong
+    assert verdict.quality.min() > 0.5
+    assert verdict.issue.sum() == share * COUNT
+    assert verdict.issue[: int(share * COUNT)].all()
+
+
+@pytest.mark.filterwarnings("ignore::bilevel.errors.CleaningWarning")
+@pytest.mark.parametrize("seed", range(3))
+def test_where_a_model_tells_nothing_few_labels_are_called_wrong(seed: int) -> None:
+    X = np.random.default_rng(seed).normal(size=(700, 2))
+    y = (X**2).sum(1) > 1.4  # a circle, of which a linear model knows nothing
+    cleaner = LabelCleaner().fit(X[100:], y[100:], X_clean=X[:100], y_clean=y[:100])
+    assert cleaner.label_issues()["is_label_issue"].mean() <= 0.02
