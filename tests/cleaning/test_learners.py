@@ -10,9 +10,10 @@ import torch
 from scipy import sparse
 
 from bilevel.cleaning.comparison import CrossFits
+from bilevel.cleaning.cross_entropy import loss_and_gradient
 from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.rows import DenseRows, Scaler, SparseFeatures
-from bilevel.cleaning.softmax import SoftmaxRegression, loss_and_gradient
+from bilevel.cleaning.softmax import SoftmaxRegression
 from bilevel.cleaning.task import CleaningTask
 from bilevel.errors import ArgumentError
 

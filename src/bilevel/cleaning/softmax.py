@@ -12,6 +12,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bilevel.cleaning.cross_entropy import loss_and_gradient, losses_of, slope_of
 from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import Array, DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
@@ -24,7 +25,6 @@ _LBFGS_ITERATIONS = (15, 100)  # at least and at most
 _TOLERANCE = 5e-5  # of the gradient
 _SMALL = 10_000  # entries of features with which a fit takes no time, and may be exact
 _MOST_TOGETHER = 200_000  # variables of the models that are fitted at once
-_QUICK_TO_CALL = 10_000  # exponentials, up to which NumPy takes less time than torch
 _LBFGS_WORK = 1e8  # entries of the features that all iterations together may read, within these
 
 
@@ -269,7 +269,7 @@ class _WeightedLoss(torch.autograd.Function):
     ) -> Tensor:
         matrix = _matrix(features)
         logits = learner.scores(weight.numpy(), bias.numpy(), matrix)
-        losses, *saved = _losses(logits, labels.numpy(), learner.classes)
+        losses, *saved = losses_of(logits, labels.numpy(), learner.classes)
         ctx.learner, ctx.matrix, ctx.saved = learner, matrix, (labels.numpy(), *saved)
         ctx.save_for_backward(weights, torch.from_numpy(losses))
         return (weights * torch.from_numpy(losses)).sum()
@@ -281,7 +281,7 @@ class _WeightedLoss(torch.autograd.Function):
         of_model: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.needs_input_grad[0]:
             labels, exponentials, sums = ctx.saved
-            slope = _slope(labels, exponentials, sums, (gradient * weights).numpy())
+            slope = slope_of(labels, exponentials, sums, (gradient * weights).numpy())
             by_weight, by_bias = ctx.learner.gradient(slope, ctx.matrix)
             of_model = torch.from_numpy(by_weight), torch.from_numpy(by_bias)
         return *of_model, gradient * losses, None, None, None
@@ -289,47 +289,6 @@ class _WeightedLoss(torch.autograd.Function):
 
 def _matrix(features: Features) -> Any:
     return features.numpy() if isinstance(features, Tensor) else features.matrix
-
-
-def loss_and_gradient(logits: Array, labels: Array, weights: Array) -> tuple[float, Array]:
-    """sum_mi w_mi CE_mi and its gradient by the logits, both of shape (m k, n).
-
-    Args:
-        logits: those of m models with k classes each, one after another; they are overwritten.
-        labels: the classes, of shape (n).
-        weights: of shape (m, n).
-    """
-    losses, exponentials, sums = _losses(logits, labels, len(logits) // len(weights))
-    return float((weights * losses).sum()), _slope(labels, exponentials, sums, weights)
-
-
-def _losses(logits: Array, labels: Array, classes: int) -> tuple[Array, Array, Array]:
-    """CE_mi, of shape (m, n); the exponentials of the logits, (m, k, n), and their sums.
-
-    With few classes it takes a tenth of the time of torch's cross entropy, which processes the
-    logits sample by sample: here a row is a class.
-    """
-    by_class = logits.reshape(-1, classes, len(labels))
-    by_class -= by_class.max(1, keepdims=True)
-    given = by_class.reshape(len(by_class), -1).take(_places(labels), 1)
-    if by_class.size < _QUICK_TO_CALL:
-        np.exp(by_class, out=by_class)
-    else:
-        torch.from_numpy(by_class).exp_()
-    sums = by_class.sum(1)
-    return np.log(sums) - given, by_class, sums
-
-
-def _slope(labels: Array, exponentials: Array, sums: Array, weights: Array) -> Array:
-    """The gradient of sum_mi w_mi CE_mi by the logits, of shape (m k, n)."""
-    slope = exponentials * (weights / sums)[:, None]
-    slope.reshape(len(slope), -1)[:, _places(labels)] -= weights
-    return slope.reshape(-1, len(labels))
-
-
-def _places(labels: Array) -> Array:
-    """Where the given class of each sample is in an array of (k, n) that is made flat."""
-    return labels * len(labels) + np.arange(len(labels))
 
 
 def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
