@@ -106,3 +106,15 @@ def test_x_follows_f_and_not_the_penalty_where_these_differ() -> None:
     result = bilevel.minimize(problem, start, torch.zeros_like(places), steps=60)
     best = min(float(exact(x)) for x in torch.linspace(-4, -2, 41, dtype=torch.float64))
     assert float(exact(result.x)) < best + 3e-6 < float(exact(start))
+
+
+def test_what_is_not_solved_is_not_compared() -> None:
+    """f at a y that has only begun to follow another x says nothing about F there."""
+    problem, start, _ = _prior(4)
+    solver = bilevel.Solver(problem, start, start)
+    solver.step()
+    rate = float(solver.state.policy.current.lower)
+    x, y = solver.x, solver.y
+    assert compare(solver.evaluator, solver.state, rate, torch.ones_like(start), 20) is None
+    assert torch.equal(solver.x, x)
+    assert problem.lower(x, solver.y, None) < problem.lower(x, y, None)

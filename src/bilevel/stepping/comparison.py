@@ -34,13 +34,15 @@ def compare(
     """F at another x, ``start``, and at the present one, after a run of ``taken`` lower steps.
 
     The lower solution of the present x stays as it was found here. None: the data cannot be sampled
-    again.
+    again, or these steps do not solve the lower level.
     """
     x, y, draw = state.x, state.solution, objectives.draw
     if not (draw.upper.probed and draw.lower.probed):
         return None
     most = int(CHECKED * taken)
     after = _solve(objectives, state, rate, most)
+    if after is None:
+        return None
     here, solution = ([leaf.clone() for leaf in variable.leaves] for variable in (x, y))
     torch._foreach_copy_(x.leaves, unflatten_like(start, x.leaves))
     x.reshard()
@@ -48,11 +50,11 @@ def compare(
     torch._foreach_copy_([*x.leaves, *y.leaves], [*here, *solution])
     x.reshard()
     y.reshard()
-    return before, after
+    return None if before is None else (before, after)
 
 
-def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> float:
-    """Solve the lower level further, unless that does not lower g; f at the solution."""
+def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> float | None:
+    """Go on with the lower level, if that lowers g; f at the solution, if it is one."""
     x, y = state.x, state.solution
     update = next(update for update in state.updates() if update.variable is y)
     rewind = Rewind(x.device)
@@ -84,4 +86,4 @@ def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> fl
     found = fixed_point_of(steps, first, tolerance=precision, steps=most)
     put(found.point if g(found.point) < g(first) else first)
     rewind()
-    return merits_at(objectives, state, None).values[0]
+    return merits_at(objectives, state, None).values[0] if found.converged else None
