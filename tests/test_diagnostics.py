@@ -304,6 +304,18 @@ NO_SECOND_DERIVATIVE: dict[str, tuple[Callable[[Tensor, Tensor, Any], Tensor], s
 }
 
 
+def test_a_gradient_of_zero_has_no_relative_error() -> None:
+    """f leads y to where g has it: the exact gradient is 0, and so is the direction."""
+    target = torch.ones(3, dtype=torch.float64)
+    problem = Problem(lambda x, y, b: ((y - 1) ** 2).sum(), lambda x, y, b: ((y - x) ** 2).sum())
+    check = check_hypergradient(problem, target, target, multiplier=10.0)
+    assert (check.relative_error, check.cosine) == (0.0, 0.0)
+    tilted = Problem(lambda x, y, b: (y - x).sum() + (y**2).sum() * 0.5, problem.lower)
+    check = check_hypergradient(tilted, 0 * target, 0 * target, multiplier=10.0)
+    assert not check.exact.any()
+    assert check.relative_error == INF  # the bias is all that there is
+
+
 @pytest.mark.parametrize("of", [hypergradient, check_hypergradient])
 @pytest.mark.parametrize(
     ("lower", "reason"), NO_SECOND_DERIVATIVE.values(), ids=list(NO_SECOND_DERIVATIVE)

@@ -6,6 +6,7 @@ truth? Nothing in it is meant for the inside of a training loop.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,15 @@ from bilevel.problems.exact import implicit_gradient, solve_lower, upper_slope
 from bilevel.problems.known import KnownProblem
 from bilevel.problems.quadratic import Quadratic
 from bilevel.sampling import Draw, NoData, Sample
-from bilevel.variables import Variable, first_not_finite, flatten, frozen, to_dense
+from bilevel.variables import (
+    Variable,
+    first_not_finite,
+    flatten,
+    frozen,
+    inner,
+    length,
+    to_dense,
+)
 
 
 def hypergradient(
@@ -74,8 +83,8 @@ class HypergradientCheck:
     Attributes:
         exact: the exact hypergradient, in the structure of x.
         direction: the method's x direction when its lower problems are solved exactly.
-        relative_error: ||direction - exact|| / ||exact||.
-        cosine: the cosine of the angle between direction and exact.
+        relative_error: ||direction - exact|| / ||exact||; 0 where both are 0.
+        cosine: the cosine of the angle between direction and exact; where one of them is 0, 0.
         multiplier: the multiplier at which the direction was taken.
     """
 
@@ -132,11 +141,12 @@ def check_hypergradient(
         points = _solved_points(problem, stencil, lam, at_x, at_y, sample)
         direction = _stencil_direction(problem, stencil, lam, at_x, points, sample)
     truth, found = flatten(exact), flatten(direction)
+    error, sizes = length(found - truth), (length(found), length(truth))
     return HypergradientCheck(
         exact=at_x.structured(exact),
         direction=at_x.structured(direction),
-        relative_error=float((found - truth).norm() / truth.norm()),
-        cosine=float(found @ truth / (found.norm() * truth.norm())),
+        relative_error=error / sizes[1] if sizes[1] else (math.inf if error else 0.0),
+        cosine=inner(found / sizes[0], truth / sizes[1]) if all(sizes) else 0.0,
         multiplier=lam,
     )
 
