@@ -113,7 +113,8 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
 
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["suspect"] == suspect.sum() == np.sum(figures["confusions"])
-    lines = output.strip().splitlines()
+    first, *lines = output.strip().splitlines()
+    assert first == f"figures: {tmp_path / 'figures.json'}"  # written before anything is said
     low, high = figures["wrong_share_interval"]
     assert low <= figures["wrong_share"] <= high
     assert len(figures["label_next"]) == 20
