@@ -105,7 +105,7 @@ def test_a_multiplier_starts_in_units_where_f_is_linear_in_y() -> None:
         return float(bilevel.Solver(problem, x0, y0).step().multiplier)
 
     own = first(1.0, 1.0)
-    assert own == pytest.approx(float(price.norm()) / 2 / 3**0.5, rel=1e-3)
+    assert own == pytest.approx(10 * float(price.norm()) / 2 / 3**0.5, rel=1e-3)
     for f, unit in ((1e4, 1.0), (1e-4, 1.0), (1.0, 100.0), (1.0, 0.01)):
         assert first(f, unit) == pytest.approx(f * own, rel=1e-3)
 

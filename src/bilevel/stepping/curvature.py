@@ -182,15 +182,15 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
 def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor) -> float:
     """A multiplier in the units of f over g, from their curvatures and gradients at y.
 
-    With it f adds a tenth to the curvature of g. An f that is linear, up to rounding, takes y as
-    far as y is long, or as a step of 1/L is; where both are zero, the unit of y is 1.
+    With it f adds a tenth to the curvature of g. An f that is linear, up to rounding, takes y by a
+    tenth of its length, or of a step of 1/L; where both are zero, the unit of y is 1.
     """
     rounding: float = torch.finfo(of_g.dtype).eps ** 0.5
     slope, unit = length(of_f), math.sqrt(len(of_g))
     way = max(norm_of(y), length(of_g) / g)
     if f * (way or unit) > rounding * slope:
         return 10 * f / g
-    return slope / g / max(way, rounding * unit)
+    return 10 * slope / g / max(way, rounding * unit)
 
 
 def largest_multiplier(now: float, y: Variable, z: Variable, g: float, f: float) -> float:

@@ -39,8 +39,8 @@ a test sees only what the probe shows, no entry of x moves by more than four tim
 of all, or four units if that is more.
 
 *The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
-curvature of g, whatever the units of f and g are; of an f without curvature at ||grad_y f|| / (L_g
-||y||). A number that is given is the least. It is raised where f, seen from the two ends of the
+curvature of g, whatever the units of f and g are; of an f without curvature at 10 ||grad_y f|| /
+(L_g ||y||). A number that is given is the least. It is raised where f, from the two ends of the
 finite difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x,
 z)|| (looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and since
 y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
