@@ -1,4 +1,4 @@
-"""Tables of many columns: what is done with each of them is quick."""
+"""Tables of many columns, with each of which what is done is quick, and of many rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
+from typer.testing import CliRunner
 
 from bilevel.cleaning import files
 from bilevel.cleaning.columns import CategoryColumn
 from bilevel.cleaning.encoding import fit
 from bilevel.cleaning.reading import read
+from bilevel.cli.app import app
 
-ROWS, COLUMNS = 40, 3000
+ROWS, COLUMNS = 40, 2000
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -73,3 +75,22 @@ def test_categories_are_where_their_values_are() -> None:
     assert sparse.issparse(found)
     assert found.toarray().tolist() == [[0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert column.encode(values[:0], "animals").shape == (0, 3)
+
+
+@pytest.mark.slow
+def test_a_million_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    wrong = rng.random(10**6) < 0.1
+    for name, changed in (("train", wrong), ("trusted", np.zeros(500, bool))):
+        true = rng.integers(3, size=len(changed))
+        numbers = rng.normal(size=(len(changed), 4)).round(2) + 3 * np.eye(3, 4)[true]
+        frame = pd.DataFrame(numbers, columns=list("abcd"))
+        frame["label"] = np.array(["ant", "bee", "cat"])[(true + changed) % 3]
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    train, trusted, out = (str(tmp_path / name) for name in ("train.csv", "trusted.csv", "out"))
+    result = CliRunner().invoke(
+        app, ["clean", train, "--trusted", trusted, "--label", "label", "--out", out]
+    )
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "out" / "labels.csv")
+    assert ((table["verdict"] == "suspect") == wrong).mean() > 0.95
