@@ -151,13 +151,12 @@ class CategoryColumn(Column):
         return cls(name, sorted(set(_as_text(values))))
 
     def encode(self, values: Array, source: str) -> Any:
-        codes = pd.Index(self.values).get_indexer(pd.Index(_as_text(values)))
-        rows = np.flatnonzero(codes >= 0)
-        return sparse.csr_array(
-            (np.ones(len(rows)), (rows, codes[rows])),
-            shape=(len(values), len(self.values)),
-            dtype=np.float64,
-        )
+        places = {value: place for place, value in enumerate(self.values)}
+        codes = np.array([places.get(value, -1) for value in _as_text(values)])
+        known = codes >= 0
+        ends = np.concatenate([[0], np.cumsum(known)])
+        entries = np.ones(ends[-1]), codes[known], ends
+        return sparse.csr_array(entries, shape=(len(values), len(self.values)))
 
     def describe(self) -> Description:
         return {"name": self.name, "kind": self.kind, "values": list(self.values)}
@@ -228,7 +227,7 @@ def fit_column(name: str, values: Array, source: str, choices: ColumnChoices) ->
     present = [value for value in values if not _is_missing(value)]
     if not present:
         return None
-    numbers = pd.to_numeric(pd.Series(present, dtype=object), errors="coerce").notna().mean()
+    numbers = np.mean(pd.notna(pd.to_numeric(np.array(present, dtype=object), errors="coerce")))
     if numbers >= _NUMERIC_SHARE:
         return NumberColumn.fitted(name, values, source)
     if len(set(values)) <= min(_MOST_CATEGORIES, len(values) / 2):

@@ -68,19 +68,25 @@ def write(findings: Findings, folder: Path, *, overwrite: bool = False) -> None:
     compute. Numbers, such as the class -1, stay as they are.
     """
     table, page, corrected = findings.table(), render(findings), findings.corrected()
-    for written_table in (table, corrected):
-        if written_table is not None:
-            _disarm(written_table)
     with written(folder, overwrite) as part:
-        table.to_csv(part / LABELS, index=False, lineterminator="\n", encoding="utf-8")
+        _write_table(table, part / LABELS)
         if corrected is not None:
-            corrected.to_csv(part / CORRECTED, index=False, lineterminator="\n", encoding="utf-8")
+            _write_table(corrected, part / CORRECTED)
         findings.model().save(part)
         (part / REPORT).write_text(page, encoding="utf-8")
 
 
+def _write_table(table: pd.DataFrame, path: Path) -> None:
+    _disarm(table)
+    # pandas by itself writes few rows of a wide table at a time, each time as slowly as many.
+    table.to_csv(path, index=False, lineterminator="\n", encoding="utf-8", chunksize=1000)
+
+
 def _disarm(table: pd.DataFrame) -> None:
     """Put an apostrophe before text that a spreadsheet would compute, in place."""
-    for column in table.columns:
-        if not pd.api.types.is_numeric_dtype(table[column]):
-            table[column] = table[column].map(harmless)
+    for column, values in table.items():
+        if not pd.api.types.is_numeric_dtype(values.dtype):
+            found = values.tolist()
+            safe = [harmless(value) for value in found]
+            if any(new is not old for new, old in zip(safe, found, strict=True)):
+                table[column] = safe
