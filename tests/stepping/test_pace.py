@@ -66,3 +66,15 @@ def test_what_is_remembered_of_a_large_variable_is_bounded(monkeypatch: pytest.M
         large.add(torch.ones(20), torch.ones(20))
     assert len(small) == 9
     assert len(large) == 3  # the last, and two to combine it with: 100 / (2 * 20)
+
+
+def test_steps_that_rounding_makes_one_are_not_combined() -> None:
+    past, step = Past(8), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    for k in (3.0, 2.0, 1.0):
+        past.add(k * step, -k * step)
+    assert bool(torch.isfinite(past.combined()).all())
+    past.add(0 * step, 0 * step)
+    past.add(0 * step, 0 * step)  # no step at all
+    assert torch.equal(past.combined(), 0 * step)
+    past.add(torch.nan * step, step)
+    assert torch.equal(past.combined(), step)

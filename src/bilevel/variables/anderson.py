@@ -74,7 +74,11 @@ class Past:
         return len(self._steps)
 
     def combined(self) -> Tensor:
-        """The combination of the images whose residual is smallest; of one, the image itself."""
+        """The combination of the images whose residual is smallest.
+
+        It is the last image itself where there is no other, or where rounding hides by how much the
+        residuals differ.
+        """
         if len(self._steps) == 1:
             return self.last
         residuals, images = (torch.stack(part) for part in zip(*self._steps, strict=True))
@@ -83,7 +87,10 @@ class Past:
         turns = turns / lengths[:, None]
         matrix = turns @ turns.T
         matrix.diagonal().add_(1e-15)
-        shares = torch.linalg.solve(matrix, turns @ residuals[-1].double()) / lengths
+        shares, failed = torch.linalg.solve_ex(matrix, turns @ residuals[-1].double())
+        shares = shares / lengths
+        if not bool(torch.isfinite(shares).all() & (failed == 0)):
+            return self.last
         mixed: Tensor = images[-1] - shares.to(changes.dtype) @ changes
         return mixed
 
