@@ -10,9 +10,9 @@ import typer
 from rich.progress import Progress
 
 from benchmarks import report
+from bilevel.cli.experiments import Machine, torch_threads
 from bilevel.cli.options import DataDir, JsonFile, Seed
 from bilevel.cli.output import check_files, console, reports_errors, say, write_json
-from bilevel.experiments import Machine, torch_threads
 
 app = typer.Typer(
     help="Measure on this machine.", no_args_is_help=True, pretty_exceptions_show_locals=False

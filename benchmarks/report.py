@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.table import Table
 
-from bilevel.experiments import Machine
+from bilevel.cli.experiments import Machine
 
 T = TypeVar("T")
 RowT = TypeVar("RowT")

@@ -13,7 +13,7 @@ import torch
 from playwright.sync_api import ViewportSize, sync_playwright
 
 from bilevel.cleaning.files import write
-from bilevel.experiments import digits
+from bilevel.cli.experiments import digits
 
 PICTURE = Path(__file__).parent / "report.png"
 SIZE: ViewportSize = {"width": 1280, "height": 1750}

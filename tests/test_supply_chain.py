@@ -142,6 +142,7 @@ def declared() -> set[str]:
     return {name for name in names if re.fullmatch(r"[a-z0-9-]+", name)} - known - {"bilevel"}
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared_and_explained() -> None:
     used = set()
     for path in MODULES:

@@ -259,6 +259,7 @@ def test_rates_that_no_reference_knows_are_refused(rates: dict[str, Any]) -> Non
         check_method(SPABA(**rates))
 
 
+@pytest.mark.slow
 def test_wrong_methods_fail_where_python_drops_asserts() -> None:
     script = (
         "from bilevel.testing import check_method\n"

@@ -36,9 +36,9 @@ from benchmarks.peers import environment
 from benchmarks.peers.lineup import LINEUP, Contestant, Settings
 from benchmarks.peers.starter import Kept, Log
 from benchmarks.peers.task import Task
+from bilevel.cli.experiments.judge import BEST, TARGETS, Judge, crossings
 from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_count, checked_number
-from bilevel.experiments.judge import BEST, TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
 
 

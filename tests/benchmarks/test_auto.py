@@ -180,6 +180,7 @@ def test_errors_of_any_kind_are_crashes() -> None:
     assert (ending.outcome, value) == ("BROKEN", math.inf)
 
 
+@pytest.mark.slow
 def test_the_search_finds_settings_that_descend_and_known_ones_are_not_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import methods, report
 from benchmarks.commands import app
 from benchmarks.methods import Case
-from bilevel.experiments import torch_threads
+from bilevel.cli.experiments import torch_threads
 from bilevel.methods import METHODS
 
 BY_NAME = {case.name: case for case in methods.CASES}
@@ -88,6 +88,7 @@ def test_the_command_prints_one_table_and_writes_one_file(
         assert f" {row['lower_evaluations']:,} " in line
 
 
+@pytest.mark.slow
 def test_the_seed_is_of_the_quadratic() -> None:
     steps = [methods.measure(BY_NAME["soba"], seed=seed, repeats=1).steps for seed in (0, 0, 1)]
     assert steps[0] == steps[1] != steps[2]

@@ -22,8 +22,8 @@ from benchmarks.peers.lineup import LINEUP, Contestant, grid
 from benchmarks.peers.race import Row
 from benchmarks.peers.starter import AT_LEAST, SPACING, Kept, Log, follow
 from benchmarks.peers.task import Task
+from bilevel.cli.experiments.judge import TARGETS, Judge, crossings
 from bilevel.errors import ArgumentError, BilevelError
-from bilevel.experiments.judge import TARGETS, Judge, crossings
 from bilevel.problems import HyperCleaning
 
 CONTESTANTS = Path(race.__file__).parent / "contestants"

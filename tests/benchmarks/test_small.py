@@ -9,6 +9,7 @@ import pytest
 from benchmarks import lm
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*CPU autocast.*:UserWarning")
 def test_a_language_models_step_beside_a_plain_one() -> None:
     size = lm.Size(layers=1, width=16, heads=2, vocabulary=32, context=8, batch=4)

@@ -42,6 +42,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_columns_are_encoded_about_as_fast_as_they_are_read(wide: Path) -> None:
     reading, samples = seconds(lambda: read(wide, label="label"))
     encoding, features = seconds(lambda: fit(samples).encode(samples))
@@ -50,6 +51,7 @@ def test_columns_are_encoded_about_as_fast_as_they_are_read(wide: Path) -> None:
     assert encoding < 2 * reading
 
 
+@pytest.mark.slow
 def test_tables_are_written_about_as_fast_as_they_are_read(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

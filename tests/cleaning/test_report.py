@@ -271,6 +271,7 @@ def test_loads_and_the_slider_moves_everything(
     says(page, "#headline-count", str(count))
 
 
+@pytest.mark.slow
 def test_sorts_and_filters(page: Page, pictures: Findings, tmp_path: Path) -> None:
     show(page, pictures, tmp_path)
     page.select_option("#size", "192")
@@ -314,6 +315,7 @@ def test_sorts_and_filters(page: Page, pictures: Findings, tmp_path: Path) -> No
     says(page, "#shown", f"{int(pictures.suspect.sum())} images")
 
 
+@pytest.mark.slow
 def test_search_and_pages(page: Page, hostile: Findings, tmp_path: Path) -> None:
     show(page, hostile, tmp_path)
     page.select_option("#by-verdict", "")
@@ -335,6 +337,7 @@ def test_search_and_pages(page: Page, hostile: Findings, tmp_path: Path) -> None
     assert page.input_value("#page") == "5"
 
 
+@pytest.mark.slow
 def test_review_and_export(page: Page, pictures: Findings, tmp_path: Path) -> None:
     show(page, pictures, tmp_path)
     rows = shown_rows(page)
@@ -379,6 +382,7 @@ def test_review_and_export(page: Page, pictures: Findings, tmp_path: Path) -> No
     says(page, "#reviewed", "4")
 
 
+@pytest.mark.slow
 def test_markup_in_the_data_does_nothing(page: Page, hostile: Findings, tmp_path: Path) -> None:
     show(page, hostile, tmp_path)
     page.select_option("#by-verdict", "")

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cli.app import app
+from bilevel.cli.experiments import digits
 from bilevel.cli.output import write_json
-from bilevel.experiments import digits
 
 runner = CliRunner()
 
@@ -109,6 +109,7 @@ def test_importing_the_library_needs_only_torch_and_numpy() -> None:
     assert run.stdout.strip() == "COMPLETED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stdout", ["/dev/full", "closed pipe"])
 def test_a_stdout_that_fails_loses_no_results(tmp_path: Path, stdout: str) -> None:
     if stdout == "/dev/full" and not Path(stdout).exists():
@@ -142,6 +143,7 @@ def test_a_file_may_be_named_like_markup(
     assert "a[/b].json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_characters_loses_no_results(tmp_path: Path) -> None:
     rows = [f"{i % 2 + 0.01 * i},{'日本' if i % 2 else 'ab'}" for i in range(40)]
     (tmp_path / "train.csv").write_text("größe,label\n" + "\n".join(rows), encoding="utf-8")

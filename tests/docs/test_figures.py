@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bilevel.experiments import digits
+from bilevel.cli.experiments import digits
 from tests.docs.pages import DOCS, ROOT, load_script
 
 CLEANER = "LabelCleaner"

@@ -153,6 +153,7 @@ def test_a_repeated_evaluation_draws_the_same_and_counts_once() -> None:
     assert int(ends[1].y.layers[1].num_batches_tracked) == 10
 
 
+@pytest.mark.slow
 def test_autocast_to_half_precision_trains() -> None:
     """Float16 on a CPU, with gradients that float16 cannot hold unscaled."""
     net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -135,6 +135,7 @@ odd = st.one_of(
 )
 
 
+@pytest.mark.slow
 @few
 @given(trees(tensors | odd), trees(tensors | odd))
 def test_wrong_trees(x0: Any, y0: Any) -> None:
@@ -144,6 +145,7 @@ def test_wrong_trees(x0: Any, y0: Any) -> None:
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.slow
 @few
 @given(
     st.lists(numbers, min_size=1, max_size=4),
@@ -162,6 +164,7 @@ def test_huge_and_tiny_numbers(
         assert bool(torch.isfinite(result.x).all() and torch.isfinite(result.y).all())
 
 
+@pytest.mark.slow
 @few
 @given(
     st.one_of(

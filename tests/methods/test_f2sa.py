@@ -245,6 +245,7 @@ def test_terms_one_after_another_hold_one_graph_at_a_time() -> None:
         assert most == expected
 
 
+@pytest.mark.slow
 def test_sgd_factories_equal_plain_steps() -> None:
     problem = Quadratic(seed=4)
     plain = bilevel.F2SA(lower_lr=0.3, upper_lr=0.2)

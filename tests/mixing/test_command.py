@@ -109,6 +109,7 @@ def test_a_folder_of_texts_is_one_source(texts: dict[str, Path], tmp_path: Path)
     assert found["vocabulary"] == 9
 
 
+@pytest.mark.slow
 def test_same_seed_same_files(texts: dict[str, Path], tmp_path: Path) -> None:
     for name, seed in (("one", "1"), ("two", "1"), ("three", "2")):
         run(texts, tmp_path / name, "--steps", "1", "--seed", seed)
@@ -221,6 +222,7 @@ def test_a_run_goes_on_from_its_checkpoint(texts: dict[str, Path], tmp_path: Pat
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
     sources, target = spoiled(TEXT)
 

@@ -212,6 +212,7 @@ def test_three_levels_with_a_known_answer() -> None:
     assert x.item() == pytest.approx(19 / 5, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_problem_whose_lower_level_holds_an_argmin() -> None:
     """Three levels through minimize: the lowest is z* = y + x, the middle pulls z* to 1."""
 

@@ -42,6 +42,7 @@ PROBLEM = bilevel.Problem(upper, lower)
 X0 = torch.tensor([0.0, -3.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 8])
 def test_an_equation_is_solved_with_nothing_set(batch_size: int | None, tmp_path: Path) -> None:
     data: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}

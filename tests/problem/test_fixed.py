@@ -37,6 +37,7 @@ def test_the_hypergradient_against_its_closed_form() -> None:
     torch.testing.assert_close(found, exact_gradient(x), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["f2sa", "aid"])
 def test_minimize_with_nothing_set_against_the_closed_form(method: str) -> None:
     problem = bilevel.Problem(upper, bilevel.FixedPoint(affine))
@@ -48,6 +49,7 @@ def test_minimize_with_nothing_set_against_the_closed_form(method: str) -> None:
     assert exact_gradient(result.x).norm() < (0.1 if method == "f2sa" else 1e-2) * start
 
 
+@pytest.mark.slow
 def test_a_map_whose_iteration_diverges() -> None:
     """With phi = -3 y + x the iteration leaves the fixed point x / 4, and descent finds it."""
     problem = bilevel.Problem(

@@ -292,6 +292,7 @@ def test_single_precision() -> None:
         assert close(found, expected, tolerance)
 
 
+@pytest.mark.slow
 def test_learned_weights_tell_flipped_labels_from_true_ones() -> None:
     problem = WeightedLogistic(train=200, trusted=100, dim=5, noise=0.3, seed=5)
     method = bilevel.F2SA(lower_lr=1.0, upper_lr=500.0, multiplier=10.0, inner_steps=10)

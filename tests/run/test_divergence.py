@@ -88,6 +88,7 @@ def test_a_look_changes_nothing(case: methods.Case, monkeypatch: pytest.MonkeyPa
     assert torch.equal(watched.y, solver.lower_solution())
 
 
+@pytest.mark.slow
 def test_the_device_is_asked_once_in_a_block_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 

@@ -137,6 +137,7 @@ def test_every_evaluation_is_of_all_runs() -> None:
     assert few == (3 + 1) * 5 * 2 + 2
 
 
+@pytest.mark.slow
 def test_single_precision() -> None:
     task = cleaning()
     task.options["lower_data"] = (

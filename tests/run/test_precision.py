@@ -28,6 +28,7 @@ def given(scale: float) -> bilevel.F2SA:
     return bilevel.F2SA(0.5 / scale, 0.5)
 
 
+@pytest.mark.slow
 def test_a_lower_level_in_large_units_stalls_with_a_word() -> None:
     with pytest.warns(PrecisionWarning, match=r"curvature, which is about 1e\+06") as caught:
         result = run(1e6, given(1e6))

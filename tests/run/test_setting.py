@@ -57,6 +57,7 @@ def test_what_has_no_real_values_cannot_be_set(name: str, kind: str) -> None:
     assert torch.equal(getattr(solver, name), there)
 
 
+@pytest.mark.slow
 def test_what_was_found_for_auto_belongs_to_the_old_x() -> None:
     problem = Quadratic(seed=0)
     solver = bilevel.Solver(problem, problem.x0, problem.y0)

@@ -218,6 +218,7 @@ def follower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
     return 0.5 * ((y - x + batch.mean()) ** 2).sum()
 
 
+@pytest.mark.slow
 def test_steps_that_were_taken_back_are_not_where_a_run_ended(
     recwarn: pytest.WarningsRecorder,
 ) -> None:

@@ -87,6 +87,7 @@ def test_shared_noise_stays_and_independent_noise_grows_with_the_square() -> Non
     assert independent[-1] > 1e5 * shared[-1]
 
 
+@pytest.mark.slow
 def test_sharing_tames_the_noise_of_the_inner_steps_too() -> None:
     def spread(coupling: Any) -> float:
         """The variance over seeds of a full x direction after noisy inner steps."""

@@ -84,6 +84,7 @@ def test_a_run_whose_own_figures_fall_while_f_rises_says_so(
     assert asked == [10]
 
 
+@pytest.mark.slow
 def test_x_follows_f_and_not_the_penalty_where_these_differ() -> None:
     """A deconvolution that starts near the best strength: Phi at a small multiplier leads away."""
     generator = torch.Generator().manual_seed(0)

@@ -139,6 +139,7 @@ def test_a_gradient_that_overflows_is_a_curvature_without_bound() -> None:
     assert policy._met() == float("inf")  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_f", "of_g"), [(1e20, 1e20), (1e25, 1e25), (1.0, 1e25), (1e19, 1.0), (1.0, 1e-25)]
 )

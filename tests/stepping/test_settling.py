@@ -49,6 +49,7 @@ class Prior:
         return float(self.upper(x, torch.linalg.solve(matrix, right), None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_y_that_cannot_follow_x_does_not_mislead_it(method: Any) -> None:
     task = Prior()
@@ -94,6 +95,7 @@ def test_a_lower_solution_that_has_far_to_go_is_not_called_settled() -> None:
     assert merits.values == [pytest.approx(1.0, abs=0.1)]  # f at y*
 
 
+@pytest.mark.slow
 def test_estimates_with_momentum_do_not_grow_by_noise() -> None:
     """With steps of 1/L the paper's momentum makes F3SA's estimates grow without bound here."""
     generator = torch.Generator().manual_seed(0)

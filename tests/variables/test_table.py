@@ -145,6 +145,7 @@ def test_a_table_says_what_it_is() -> None:
     assert len(rows) == 3  # iteration ends at the last row
 
 
+@pytest.mark.slow
 def test_the_users_tensor_is_the_table_until_a_run_copies_it_once() -> None:
     start = STARTS.clone()
     table = Table(start)

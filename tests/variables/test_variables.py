@@ -577,5 +577,6 @@ def test_gradients_that_are_not_finite_are_named_by_leaf() -> None:
         variable.require_finite_grads(4)
 
 
+@pytest.mark.slow
 def test_the_norm_is_over_all_entries() -> None:
     assert global_norm([torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]).item() == 5

@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Find the wrong labels among 4,000 real handwritten digits, with 500 trusted labels."""
     files = load_cleaning()
-    from bilevel.experiments import digits
+    from bilevel.cli.experiments import digits
 
     check_files(json_file, apart=[out / name for name in files.FILES])
     folder.check(out, overwrite=True, files=files.FILES)

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bilevel import __version__
+from bilevel.cli.experiments import Ledger, torch_threads
 from bilevel.data.output import check_file, file_written
 from bilevel.errors import BilevelError, OutputError
-from bilevel.experiments import Ledger, torch_threads
 
 P = ParamSpec("P")
 

@@ -11,12 +11,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from bilevel.cli.experiments import Machine, torch_threads
+from bilevel.cli.experiments import cleaning as cleaning_experiment
+from bilevel.cli.experiments import rates as rates_experiment
+from bilevel.cli.experiments.rates import Curve, Rate
 from bilevel.cli.options import LARGEST_SEED, CheckpointFolder, DataDir, JsonFile, Resume, Seed
 from bilevel.cli.output import check_files, console, open_ledger, parts_done, say, write_json
-from bilevel.experiments import Machine, torch_threads
-from bilevel.experiments import cleaning as cleaning_experiment
-from bilevel.experiments import rates as rates_experiment
-from bilevel.experiments.rates import Curve, Rate
 
 
 def _plot_format(path: Path) -> Path:

@@ -120,6 +120,7 @@ def test_a_bad_row_stops_the_run_where_it_stops_without_compiling(bad: int) -> N
     torch.testing.assert_close(found["state"], known["state"], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @graphs
 def test_a_set_that_stops_giving_numbers_leaves_the_variables_finite() -> None:
     broken = [False]

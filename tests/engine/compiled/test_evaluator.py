@@ -259,6 +259,7 @@ def test_steps_that_are_not_waited_for_are_the_same(
     assert len(evaluator(runs[1])._begun) == 0  # the state was read
 
 
+@pytest.mark.slow
 @graphs
 def test_what_was_compiled_goes_with_its_solver() -> None:
     run = solver(SCHEMES["forward"], compile=True)

@@ -65,6 +65,7 @@ def test_what_looks_at_values_is_not_compiled(
     assert torch.equal(runs[0].y, runs[1].y)
 
 
+@pytest.mark.slow
 @graphs
 def test_an_error_of_the_objectives_is_theirs_also_when_others_were_compiled() -> None:
     """The last minibatch is too small for what the objectives do; torch notices when it traces."""

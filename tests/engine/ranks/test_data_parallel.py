@@ -178,6 +178,7 @@ def _divided(rank: int, optimizer: Any, folder: Any = None, steps: int = 10) -> 
     return mine, result.x.values, result.y, result.history["direction_norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, _adagrad])
 def test_rows_of_a_table_move_as_in_one_process(two: Ranks, optimizer: Any, tmp_path: Path) -> None:
     whole = _table(slice(0, SAMPLES), samples(1, torch.float64), optimizer)
@@ -261,6 +262,7 @@ def _module(y0: Any, part: slice, lower: Any = lower) -> bilevel.Result:
     )
 
 
+@pytest.mark.slow
 def test_tied_and_frozen_parameters(two: Ranks) -> None:
     alone = _module(Tied(), slice(None))
     for found in two.run(_tied):

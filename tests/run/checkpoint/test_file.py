@@ -84,6 +84,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # it is the disk that takes its time
 @given(tree=TREES)
 def test_numbers_and_text_come_back(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:

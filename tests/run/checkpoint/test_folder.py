@@ -326,6 +326,7 @@ def test_a_child_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path: Path)
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_lock_in_another_process_is_refused_and_named(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys\n"

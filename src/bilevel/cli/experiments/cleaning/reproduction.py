@@ -11,17 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bilevel.errors.checks import check_count, checked_number
-from bilevel.experiments.cleaning.contenders import (
+from bilevel.cli.experiments.cleaning.contenders import (
     CONTENDERS,
     F2SA_SHARED,
     SOBO_NEUMANN,
     Settings,
 )
-from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, CleaningTask, Point, Run, run
-from bilevel.experiments.cleaning.settings import Tuned
-from bilevel.experiments.judge import BEST, crossings
-from bilevel.experiments.ledger import Ledger
+from bilevel.cli.experiments.cleaning.runs import (
+    BATCHES,
+    CORRUPTIONS,
+    CleaningTask,
+    Point,
+    Run,
+    run,
+)
+from bilevel.cli.experiments.cleaning.settings import Tuned
+from bilevel.cli.experiments.judge import BEST, crossings
+from bilevel.cli.experiments.ledger import Ledger
+from bilevel.errors.checks import check_count, checked_number
 
 Array = npt.NDArray[np.float64]
 
@@ -96,7 +103,7 @@ class Summary:
         steps: the number of outer steps taken.
         value, gap, accuracy, auc: at the end of the runs.
         best_auc: the highest AUC along the runs.
-        seconds: the time to each of :data:`~bilevel.experiments.judge.TARGETS`, at the first
+        seconds: the time to each of :data:`~bilevel.cli.experiments.judge.TARGETS`, at the first
             evaluation that is not above it; None if not every seed reached it.
         failures: the messages of errors that ended runs early.
         curve: F along the runs.

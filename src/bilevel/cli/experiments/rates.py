@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bilevel.cli.experiments.ledger import Ledger
 from bilevel.data.output import file_written
-from bilevel.experiments.ledger import Ledger
 from bilevel.methods import F2SA, F3SA
 from bilevel.methods.penalty import PaperMethod
 from bilevel.problems import Quadratic

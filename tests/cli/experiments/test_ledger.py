@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from bilevel.cli.app import app
+from bilevel.cli.experiments import rates
+from bilevel.cli.experiments.cleaning.runs import Point, Run
+from bilevel.cli.experiments.ledger import OPTIONS, Ledger
 from bilevel.errors import ArgumentError, CheckpointError, OutputError
-from bilevel.experiments import rates
-from bilevel.experiments.cleaning.runs import Point, Run
-from bilevel.experiments.ledger import OPTIONS, Ledger
 
 OF = {"command": "test", "seed": 3, "rate": 0.1}
 

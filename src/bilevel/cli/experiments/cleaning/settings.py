@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bilevel.cli.experiments.cleaning.contenders import Settings
 from bilevel.errors import ArgumentError
-from bilevel.experiments.cleaning.contenders import Settings
 
 PACKAGED = Path(__file__).with_name("settings.json")
 

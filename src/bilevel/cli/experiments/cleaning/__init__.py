@@ -21,10 +21,10 @@ loading and the construction of the solver are not timed. No method is compiled.
 
 from __future__ import annotations
 
-from bilevel.experiments.cleaning.reproduction import PLACES, Reproduction, reproduce
-from bilevel.experiments.cleaning.runs import Run
-from bilevel.experiments.cleaning.settings import Tuned
-from bilevel.experiments.cleaning.shown import leads, plot, tables
-from bilevel.experiments.cleaning.tuning import tune
+from bilevel.cli.experiments.cleaning.reproduction import PLACES, Reproduction, reproduce
+from bilevel.cli.experiments.cleaning.runs import Run
+from bilevel.cli.experiments.cleaning.settings import Tuned
+from bilevel.cli.experiments.cleaning.shown import leads, plot, tables
+from bilevel.cli.experiments.cleaning.tuning import tune
 
 __all__ = ["PLACES", "Reproduction", "Run", "Tuned", "leads", "plot", "reproduce", "tables", "tune"]

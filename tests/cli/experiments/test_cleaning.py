@@ -12,13 +12,20 @@ import torch
 from typer.testing import CliRunner
 
 from bilevel.cli.app import app
+from bilevel.cli.experiments.cleaning import Reproduction, Tuned, leads, runs, tuning
+from bilevel.cli.experiments.cleaning.contenders import CONTENDERS, Contender, Sizes
+from bilevel.cli.experiments.cleaning.reproduction import Lead, Spread, Summary, reproduce
+from bilevel.cli.experiments.cleaning.runs import (
+    SPACING,
+    CleaningTask,
+    Point,
+    Run,
+    Snapshot,
+    follow,
+)
+from bilevel.cli.experiments.cleaning.settings import Choice, Trial
+from bilevel.cli.experiments.judge import Judge, auc
 from bilevel.errors import ArgumentError
-from bilevel.experiments.cleaning import Reproduction, Tuned, leads, runs, tuning
-from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Sizes
-from bilevel.experiments.cleaning.reproduction import Lead, Spread, Summary, reproduce
-from bilevel.experiments.cleaning.runs import SPACING, CleaningTask, Point, Run, Snapshot, follow
-from bilevel.experiments.cleaning.settings import Choice, Trial
-from bilevel.experiments.judge import Judge, auc
 from bilevel.problems import HyperCleaning
 
 BATCH = 5

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from bilevel.cli.experiments.judge import auc
 from bilevel.errors import MissingExtraError
-from bilevel.experiments.judge import auc
 
 if TYPE_CHECKING:
     from bilevel.cleaning.findings import Findings

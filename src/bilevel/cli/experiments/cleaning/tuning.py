@@ -8,11 +8,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from bilevel.cli.experiments.cleaning.contenders import CONTENDERS, Contender, Settings
+from bilevel.cli.experiments.cleaning.runs import BATCHES, CORRUPTIONS, CleaningTask, follow
+from bilevel.cli.experiments.cleaning.settings import Choice, Trial, Tuned
+from bilevel.cli.experiments.ledger import Ledger
 from bilevel.errors.checks import checked_number
-from bilevel.experiments.cleaning.contenders import CONTENDERS, Contender, Settings
-from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, CleaningTask, follow
-from bilevel.experiments.cleaning.settings import Choice, Trial, Tuned
-from bilevel.experiments.ledger import Ledger
 
 SEED = 1000
 """The seed of the trials; the reported runs use other seeds."""

@@ -4,7 +4,7 @@ Beside them stands what every long command needs: a ledger of its finished parts
 of the machine.
 """
 
-from bilevel.experiments.ledger import Ledger
-from bilevel.experiments.machine import Machine, torch_threads
+from bilevel.cli.experiments.ledger import Ledger
+from bilevel.cli.experiments.machine import Machine, torch_threads
 
 __all__ = ["Ledger", "Machine", "torch_threads"]

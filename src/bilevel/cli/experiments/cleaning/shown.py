@@ -10,11 +10,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from bilevel.cli.experiments.cleaning.contenders import CONTENDERS
+from bilevel.cli.experiments.cleaning.reproduction import Lead, Reproduction, Spread, Summary
+from bilevel.cli.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
+from bilevel.cli.experiments.judge import BEST, TARGETS
 from bilevel.data.output import file_written
-from bilevel.experiments.cleaning.contenders import CONTENDERS
-from bilevel.experiments.cleaning.reproduction import Lead, Reproduction, Spread, Summary
-from bilevel.experiments.cleaning.runs import BATCHES, CORRUPTIONS, Point
-from bilevel.experiments.judge import BEST, TARGETS
 
 LABELS = {contender.name: contender.label for contender in CONTENDERS}
 NO_BILEVEL = "no bilevel"

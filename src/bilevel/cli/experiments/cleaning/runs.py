@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from bilevel.cli.experiments.cleaning.contenders import Contender, Settings, Sizes
+from bilevel.cli.experiments.judge import BEST, Judge, auc
 from bilevel.errors import RunError
-from bilevel.experiments.cleaning.contenders import Contender, Settings, Sizes
-from bilevel.experiments.judge import BEST, Judge, auc
 from bilevel.problems import HyperCleaning
 from bilevel.run import Solver
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bilevel import theory
-from bilevel.experiments.rates import INSTANCES, SETTINGS, measure, method_for
+from bilevel.cli.experiments.rates import INSTANCES, SETTINGS, measure, method_for
 from bilevel.problems import Quadratic
 
 
