@@ -37,14 +37,24 @@ def judged(trusted: int, improbable: int, belief: float | None, least: float = 0
 
 
 def test_a_label_that_is_more_probably_wrong_than_right_is_called_wrong() -> None:
-    for verdict in (judged(30, 100, 0.7), judged(0, 100, None, least=0.1)):
-        assert verdict.quality[:100].max() < 0.5
-        assert verdict.issue[:100].all()
-        assert not verdict.issue[100:].any()
-    assert judged(0, 100, None, least=0.1).quality[:100].min() > 0.3
+    for count, verdict in ((100, judged(30, 100, 0.7)), (300, judged(0, 300, None, least=0.1))):
+        assert verdict.quality[:count].max() < 0.5
+        assert verdict.issue[:count].all()
+        assert not verdict.issue[count:].any()
+    assert judged(0, 300, None, least=0.1).quality[:300].min() > 0.3
 
 
-@pytest.mark.parametrize(("trusted", "share"), [(10, 0.02), (100, 0.01), (1000, 0.005)])
+def test_without_trusted_samples_a_few_wrong_labels_have_to_be_three_times_as_probable() -> None:
+    # A model that errs looks just like this, and there is nothing to tell them apart.
+    verdict = judged(0, 100, None, least=0.1)
+    assert 0.25 < verdict.quality[:100].min() and verdict.quality[:100].max() < 0.5
+    assert verdict.issue.sum() == 20  # those that are worth a look in any case
+    surer = judged(0, 100, None, least=0.01)
+    assert surer.quality[:100].max() < 0.25
+    assert surer.issue[:99].all() and not surer.issue[100:].any()
+
+
+@pytest.mark.parametrize(("trusted", "share"), [(10, 0.01), (100, 0.01), (1000, 0.005)])
 def test_the_fewer_samples_are_trusted_the_more_labels_are_worth_a_look(
     trusted: int, share: float
 ) -> None:

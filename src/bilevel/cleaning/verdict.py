@@ -25,7 +25,13 @@ from bilevel.cleaning.suggestions import HARDLY_ANY, Evidence, with_trusted, wit
 from bilevel.cleaning.task import CleaningTask
 
 _MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
-_FEW = 0.005, 0.02  # called wrong where none may be: at least and at most
+_FEW = 0.005, 0.01  # called wrong where none may be: at least and at most
+_FEW_ALONE = 0.02  # the same without trusted samples
+_OF_THE_MODEL = 0.15
+"""Without trusted samples: the share of wrong labels up to which a model may err instead of them.
+
+A linear model of images takes a seventh of right labels for wrong ones.
+"""
 SURELY = 0.95  # the probability of an interval
 _LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
 _TELLING = 0.1  # of the way from calling all labels wrong to an F1 of 1; chance goes 0.06 of it
@@ -184,11 +190,12 @@ def judge(
     # Whether any label is wrong does not change which threshold is best if some are.
     limit, told = threshold(quality if measured else whole[rows, given])
     limit = limit if measured else belief * limit + (1 - belief)
-    fewest, most = _FEW
     # So many labels may be wrong without one of the trusted ones showing it.
-    few = _lowest(quality, max(min(1 / len(task.trusted), most), fewest) if fitted else most)
+    few = _lowest(quality, np.clip(1 / len(task.trusted), *_FEW) if fitted else _FEW_ALONE)
     if told < _TELLING:
         limit = min(limit, few)
+    elif not fitted and wrong < _OF_THE_MODEL:
+        limit = min(limit, max(1 - _LIKELY, few))
     elif belief < _LIKELY or not fitted or wrong < HARDLY_ANY:
         limit = min(limit, max(0.5, few))  # what is rare or uncertain has to be probable, too
     if belief < SURELY:
