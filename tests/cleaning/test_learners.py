@@ -106,11 +106,11 @@ def test_the_loss_of_several_models_has_the_gradient_of_autograd(convert: Any) -
     parts = torch.randn(5, 6), torch.randn(6), torch.rand(2, 60)  # two models, side by side
     weight, bias, weights = (part.requires_grad_() for part in parts)
     y = {"weight": weight, "bias": bias}
-    found = learner.fold_loss(y, rows.everything(), labels, weights)
+    found = learner.fold_loss(y, rows.everything(), labels, weights, 0.3)
     plain = learner.finished(y)
     logits = torch.from_numpy(X).float() @ plain["weight"] + plain["bias"]
-    expected = sum(
-        w @ torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    expected = 0.3 * (weight * weight).sum() + sum(
+        w @ torch.nn.functional.cross_entropy(z, labels, reduction="none") / 60
         for w, z in zip(weights, logits.split(3, 1), strict=True)
     )
     torch.testing.assert_close(found, expected)
@@ -214,7 +214,7 @@ def test_fit_is_stationary_and_forgets_weight_zero(convert: Any) -> None:
 
     for part in y.values():
         part.requires_grad_()
-    loss = learner.fold_loss(y, rows.everything(), labels, weights[None]) / weights.sum()
+    loss = 60 / weights.sum() * learner.fold_loss(y, rows.everything(), labels, weights[None])
     (loss + 0.01 * (y["weight"] ** 2).sum()).backward()
     assert max(float(part.grad.abs().max()) for part in y.values()) < 1e-4
 

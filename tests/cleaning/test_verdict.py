@@ -47,11 +47,13 @@ def test_a_label_that_is_more_probably_wrong_than_right_is_called_wrong() -> Non
 def test_without_trusted_samples_a_few_wrong_labels_have_to_be_three_times_as_probable() -> None:
     # A model that errs looks just like this, and there is nothing to tell them apart.
     verdict = judged(0, 100, None, least=0.1)
-    assert 0.25 < verdict.quality[:100].min() and verdict.quality[:100].max() < 0.5
+    assert verdict.quality[:100].min() > 0.25
+    assert verdict.quality[:100].max() < 0.5
     assert verdict.issue.sum() == 20  # those that are worth a look in any case
     surer = judged(0, 100, None, least=0.01)
     assert surer.quality[:100].max() < 0.25
-    assert surer.issue[:99].all() and not surer.issue[100:].any()
+    assert surer.issue[:99].all()
+    assert not surer.issue[100:].any()
 
 
 @pytest.mark.parametrize(("trusted", "share"), [(10, 0.01), (100, 0.01), (1000, 0.005)])

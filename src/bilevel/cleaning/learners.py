@@ -143,9 +143,15 @@ class Learner(Fitter):
         """The logits of all rows by all folds, of shape (rows, folds, classes)."""
         return torch.cat([self.fold_logits(y, some) for some in in_chunks(rows)])
 
-    def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
-        """sum_mi w_mi CE_mi by each copy m of the variables, with weights of shape (m, rows)."""
-        return (weights.T * fold_losses(self.fold_logits(y, features), labels)).sum()
+    def fold_loss(
+        self, y: Any, features: Features, labels: Tensor, weights: Tensor, ridge: float = 0.0
+    ) -> Tensor:
+        """sum_mi w_mi CE_mi / n by each copy m of the variables, and the ridge times the penalty.
+
+        The weights are of shape (m, rows).
+        """
+        losses = weights.T * fold_losses(self.fold_logits(y, features), labels)
+        return losses.sum() / len(labels) + ridge * self.penalty(y)
 
 
 def fold_losses(logits: Tensor, labels: Tensor) -> Tensor:

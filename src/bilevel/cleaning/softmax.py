@@ -66,9 +66,11 @@ class SoftmaxRegression(Learner):
     def fold_logits(self, y: Any, features: Features) -> Tensor:
         return self.logits(y, features).reshape(len(features), -1, self.classes)
 
-    def fold_loss(self, y: Any, features: Features, labels: Tensor, weights: Tensor) -> Tensor:
+    def fold_loss(
+        self, y: Any, features: Features, labels: Tensor, weights: Tensor, ridge: float = 0.0
+    ) -> Tensor:
         loss: Tensor = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
-            y["weight"], y["bias"], weights, self, features, labels
+            y["weight"], y["bias"], weights, ridge, self, features, labels
         )
         return loss
 
@@ -255,7 +257,10 @@ class Compressed:
 
 
 class _WeightedLoss(torch.autograd.Function):
-    """sum_mi w_mi CE_mi by several copies of W and b; differentiable once, by these and by w."""
+    """sum_mi w_mi CE_mi / n + ridge |W|^2 of several copies of W and b.
+
+    It is differentiable once, by W, b and w.
+    """
 
     @staticmethod
     def forward(
@@ -263,28 +268,34 @@ class _WeightedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         weights: Tensor,
+        ridge: float,
         learner: SoftmaxRegression,
         features: Features,
         labels: Tensor,
     ) -> Tensor:
-        matrix = _matrix(features)
-        logits = learner.scores(weight.numpy(), bias.numpy(), matrix)
+        matrix, w = _matrix(features), weight.numpy()
+        logits = learner.scores(w, bias.numpy(), matrix)
         losses, *saved = losses_of(logits, labels.numpy(), learner.classes)
-        ctx.learner, ctx.matrix, ctx.saved = learner, matrix, (labels.numpy(), *saved)
-        ctx.save_for_backward(weights, torch.from_numpy(losses))
-        return (weights * torch.from_numpy(losses)).sum()
+        ctx.learner, ctx.matrix, ctx.ridge = learner, matrix, ridge
+        ctx.saved = w, weights.numpy(), losses, labels.numpy(), *saved
+        loss = np.vdot(weights.numpy(), losses) / len(labels) + ridge * np.vdot(w, w)
+        return torch.tensor(loss, dtype=weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weights, losses = ctx.saved_tensors
+        w, weights, losses, labels, exponentials, sums = ctx.saved
+        factor = gradient.item() / len(labels)
         of_model: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.needs_input_grad[0]:
-            labels, exponentials, sums = ctx.saved
-            slope = slope_of(labels, exponentials, sums, (gradient * weights).numpy())
+            slope = slope_of(labels, exponentials, sums, np.float32(factor) * weights)
             by_weight, by_bias = ctx.learner.gradient(slope, ctx.matrix)
+            by_weight += np.float32(2 * ctx.ridge * gradient.item()) * w
             of_model = torch.from_numpy(by_weight), torch.from_numpy(by_bias)
-        return *of_model, gradient * losses, None, None, None
+        of_weights = (
+            torch.from_numpy(losses * np.float32(factor)) if ctx.needs_input_grad[2] else None
+        )
+        return *of_model, of_weights, None, None, None, None
 
 
 def _matrix(features: Features) -> Any:

@@ -114,12 +114,10 @@ def _problem(learner: Learner, task: CleaningTask) -> Problem:
 
     def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
         features, given = samples(index)
-        loss = learner.fold_loss(y, features, given, x[:, index])
-        return loss / len(index) + learner.ridge * learner.penalty(y)
+        return learner.fold_loss(y, features, given, x[:, index], learner.ridge)
 
     def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        loss = learner.fold_loss(y, rows.take(index), labels[index], outside[:, index])
-        return loss / len(index)
+        return learner.fold_loss(y, rows.take(index), labels[index], outside[:, index])
 
     return Problem(upper, lower, x_set=Box(0, 1))
 
