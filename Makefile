@@ -95,9 +95,10 @@ mixing: $(INSTALLED)
 	$(BIN)/bilevel mix --demo --out out/mixing --overwrite
 	cp out/mixing/weights.png docs/mixing.png
 
+# What is imported is compiled then; to compile everything takes as long as the rest of this.
 $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q src
 	touch $@

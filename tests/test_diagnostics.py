@@ -583,6 +583,7 @@ def test_potential_vanishes_at_the_solution_alone() -> None:
         assert float(potential(QUADRATIC, *moved, 5.0)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["deterministic", "stochastic"])
 def test_potential_falls_along_a_run_with_the_papers_steps(regime: str) -> None:
     problem = Quadratic(B=0.5 * torch.eye(2, dtype=torch.float64), condition=1.5, seed=0)

@@ -129,6 +129,7 @@ def test_the_search_would_notice(text: str, tmp_path: Path) -> None:
 NETWORK = {"socket", "urllib.request", "http.client", "http.server", "ssl", "ftplib", "requests"}
 
 
+@pytest.mark.slow
 def test_the_network_is_used_in_one_place() -> None:
     users = {name_of(path) for path in MODULES if imported(path) & NETWORK}
     assert users == {"bilevel.data.files"}

@@ -219,6 +219,7 @@ class ClaimsFirstOrder(SPABA):
     properties = Properties(1, "f: 2, g: 2", 2, "nothing", "nobody", SECOND_ORDER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eta", [0.3, 1.0])
 def test_a_method_that_keeps_the_contract_passes(eta: float) -> None:
     check_method(SPABA(0.3, 0.1, eta=eta))

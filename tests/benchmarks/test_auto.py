@@ -73,6 +73,7 @@ def test_real_data_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         real.read_a9a(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_judges_agree_with_plain_descent() -> None:
     for name in ("lasso, strengths of groups", "hinge, strengths of features", "soft threshold"):
         _, case = auto.make(name, seed=0)
@@ -148,6 +149,7 @@ def test_profiles_count_rows_by_the_cost_of_a_tolerance() -> None:
     assert profile(rows, "seconds", 0.1, [0.5, 0.75, 1.0], tuned=True) == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_is_judged_at_growing_steps_and_its_evaluations_are_counted() -> None:
     _, case = auto.make("quadratic, kappa 10", seed=0)
     path, ending = follow(case, 0, SETTINGS.method(), steps=20)

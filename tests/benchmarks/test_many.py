@@ -16,6 +16,7 @@ from bilevel.run import minimize
 from bilevel.run.many import minimize_many
 
 
+@pytest.mark.slow
 def test_the_command_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "SAMPLES", 60)
     monkeypatch.setattr(many, "PIXELS", 5)

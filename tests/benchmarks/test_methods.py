@@ -26,6 +26,7 @@ def test_every_method_that_moves_x_is_measured() -> None:
     assert {case.name for case in methods.CASES} == set(METHODS) - {"no-bilevel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "f", "g"),
     [("f2sa", 11, 22), ("soba", 1, 1), ("aid", 1, 12), ("sobo", 1, 41), ("itd", 1, 60)],
@@ -61,6 +62,7 @@ def _lines(*rows: methods.Row) -> list[str]:
     return capture.get().splitlines()
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_table_and_writes_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

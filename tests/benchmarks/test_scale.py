@@ -23,6 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "FACTORS", (0.5, 1.0, 1.5))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_command_varies_one_size_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"

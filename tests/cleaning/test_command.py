@@ -164,6 +164,7 @@ def test_a_saved_model_takes_frames_and_arrays(
         model.predict(animals.frame)
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_refused(cleaned: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no model that can be read"):
         load_model(tmp_path)
@@ -221,6 +222,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGED_MODELS)
 def test_forged_models_are_refused(saved_model: Path, tmp_path: Path, name: str) -> None:
     change, tensors = FORGED_MODELS[name]
@@ -261,6 +263,7 @@ def test_columns_are_taken_for_what_they_look_like(animals: Animals) -> None:
     np.testing.assert_allclose(X[[0], 6:].toarray().ravel(), row / np.linalg.norm(row))
 
 
+@pytest.mark.slow
 @hasty
 def test_the_user_has_the_last_word_on_columns(animals: Animals, tmp_path: Path) -> None:
     frame = animals.frame.assign(code=[f"{k:03}" for k in animals.true])
@@ -320,6 +323,7 @@ def test_missing_numbers_are_taken_for_the_mean(animals: Animals) -> None:
     assert abs(size.mean()) < 1e-9
 
 
+@pytest.mark.slow
 def test_trusted_samples_are_optional(animals: Animals, tmp_path: Path) -> None:
     paths = animals.write_csv(tmp_path)
     result = runner.invoke(
@@ -331,6 +335,7 @@ def test_trusted_samples_are_optional(animals: Animals, tmp_path: Path) -> None:
     assert ((table["verdict"] == "suspect") == animals.bad[:240]).mean() > 0.8
 
 
+@pytest.mark.slow
 @hasty
 def test_csv_as_people_write_it(animals: Animals, tmp_path: Path) -> None:
     """A byte order mark, quotes, commas and line ends within values, and the index of a table."""
@@ -349,6 +354,7 @@ def test_csv_as_people_write_it(animals: Animals, tmp_path: Path) -> None:
     assert [c["name"] for c in columns] == ["size", "weight", "home", "about"]
 
 
+@pytest.mark.slow
 @hasty
 def test_ids_are_kept_as_they_are_written(animals: Animals, tmp_path: Path) -> None:
     frame = animals.frame.assign(key=[f"{i:05}" for i in range(len(animals.frame))])
@@ -426,6 +432,7 @@ def test_overwriting_replaces_what_the_command_writes_and_nothing_else(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 @hasty
 def test_what_fails_in_the_end_leaves_nothing(
     animals: Animals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -446,6 +453,7 @@ def test_what_fails_in_the_end_leaves_nothing(
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_labels_that_look_like_formulas_are_not_computed(animals: Animals, tmp_path: Path) -> None:
     names = {"ant": "+1+1", "bee": "@SUM(1+1)", "cat": "-1"}
     animals = copy.copy(animals)
@@ -490,6 +498,7 @@ def test_large_and_mixed_images_are_brought_to_one_size(animals: Animals, tmp_pa
     assert "32 x 32" in encoder.notices[0]
 
 
+@pytest.mark.slow
 @hasty
 def test_names_of_images_may_be_anything(animals: Animals, tmp_path: Path) -> None:
     """Markup, quotes, commas, line ends, and bytes that are no text."""

@@ -61,6 +61,7 @@ def cleaner(insects: Insects) -> LabelCleaner:
     return insects.fit(LabelCleaner())
 
 
+@pytest.mark.slow
 def test_finds_what_is_wrong(insects: Insects, cleaner: LabelCleaner) -> None:
     issues, bad = cleaner.label_issues(), insects.bad[:400]
     assert list(issues.columns)[:4] == [
@@ -120,6 +121,7 @@ def test_suggestions_help_and_reviews_are_ordered(insects: Insects, cleaner: Lab
     assert issues["review_gain"].to_numpy()[first].min() >= issues["review_gain"].median()
 
 
+@pytest.mark.slow
 def test_old_labels_of_trusted_rows_measure_the_noise(insects: Insects) -> None:
     mask = np.arange(460) < 100
     cleaner = LabelCleaner(max_steps=2).fit(
@@ -137,6 +139,7 @@ def test_old_labels_of_trusted_rows_measure_the_noise(insects: Insects) -> None:
         LabelCleaner().fit(insects.X, insects.y, y_clean=insects.true[:3], trusted=mask)
 
 
+@pytest.mark.slow
 def test_a_class_without_trusted_rows_is_named(insects: Insects) -> None:
     some = insects.y[400:] != "cat"
     cleaner = LabelCleaner(max_steps=2)
@@ -154,6 +157,7 @@ def test_what_predicts_nothing_is_said_loudly() -> None:
         LabelCleaner(max_steps=1).fit(X[20:], y[20:], X[:20] * 0, right)
 
 
+@pytest.mark.slow
 def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     X = insects.X + 2 * np.eye(3, 4)[np.searchsorted(NAMES, insects.true)]
     cleaner = LabelCleaner(max_steps=2).fit(
@@ -164,6 +168,7 @@ def test_labels_without_noise_are_left_alone(insects: Insects) -> None:
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.03
 
 
+@pytest.mark.slow
 def test_a_model_without_the_wrong_labels_is_penalised_less() -> None:
     data = load_breast_cancer()
     rng = np.random.default_rng(2)
@@ -194,6 +199,7 @@ def test_a_classifier_of_scikit_learn(insects: Insects) -> None:
     assert cleaner.history_ == {}
 
 
+@pytest.mark.slow
 def test_probabilities_of_a_model_of_the_users(insects: Insects) -> None:
     p = cross_val_predict(LogisticRegression(), insects.X, insects.y, method="predict_proba")
     mask = np.arange(460) >= 400
@@ -206,6 +212,7 @@ def test_probabilities_of_a_model_of_the_users(insects: Insects) -> None:
         LabelCleaner().fit(None, insects.y, pred_probs=p[:, :2])
 
 
+@pytest.mark.slow
 def test_missing_numbers_are_taken_for_the_mean(insects: Insects) -> None:
     X = insects.X.copy()
     X[::7, 3] = np.nan

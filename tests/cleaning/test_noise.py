@@ -124,6 +124,7 @@ def test_wrong_labels_are_told_from_classes_that_overlap() -> None:
         assert np.abs(found - p).mean() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.08, 0.3])
 def test_suggestions_never_make_labels_worse(share: float) -> None:
     rng = np.random.default_rng(1)
@@ -179,6 +180,7 @@ def test_a_few_trusted_samples_tell_wrong_labels_from_classes_that_overlap(share
     assert signs.belief > 0.9 if share else signs.belief < 0.5
 
 
+@pytest.mark.slow
 def test_a_pool_gains_by_chance_as_much_as_it_is_free() -> None:
     rng = np.random.default_rng(4)
     gains = []

@@ -41,11 +41,13 @@ def test_features_in_any_unit_are_scaled_alike(unit: float, as_sparse: bool) -> 
     assert float(expected.std()) > 0.5
 
 
+@pytest.mark.slow
 def test_features_in_large_units_are_judged_as_in_others() -> None:
     cleaner, expected = fitted(X * 1e200), fitted(X)
     np.testing.assert_allclose(cleaner.label_quality_, expected.label_quality_, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_tensors_of_every_kind_are_taken_or_refused() -> None:
     halved = torch.tensor(X).bfloat16()
     assert np.array_equal(
@@ -57,6 +59,7 @@ def test_tensors_of_every_kind_are_taken_or_refused() -> None:
         LabelCleaner().fit(torch.tensor(X).to("meta"), Y)
 
 
+@pytest.mark.slow
 def test_what_is_missing_in_a_sparse_matrix_is_refused() -> None:
     features = X.copy()
     features[40, 0] = np.nan
@@ -136,6 +139,7 @@ def test_predictions_may_come_straight_from_a_network() -> None:
     assert np.array_equal(found.label_quality_, known.label_quality_)
 
 
+@pytest.mark.slow
 def test_votes_may_be_missing_as_pandas_says_it() -> None:
     pd = pytest.importorskip("pandas")
     votes = np.stack([Y, TRUE, Y], 1).astype(object)
@@ -164,6 +168,7 @@ def test_a_mask_of_numbers_is_told_from_numbers_of_rows() -> None:
         LabelCleaner().fit(X, Y, trusted=(np.arange(90) < 20).astype(int))
 
 
+@pytest.mark.slow
 def test_what_is_masked_is_missing() -> None:
     mask = RNG.random(X.shape) < 0.1
     masked, missing = np.ma.MaskedArray(X + 1e6 * mask, mask), np.where(mask, np.nan, X)

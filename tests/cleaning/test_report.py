@@ -104,6 +104,7 @@ def data_of(page: str) -> Any:
 # --- the file -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_file_has_what_was_found(pictures: Findings) -> None:
     page = report.render(pictures)
     data = data_of(page)
@@ -132,6 +133,7 @@ def test_the_policy_allows_the_one_script_and_nothing_else(pictures: Findings) -
     assert not re.search(r"https?://(?!www\.w3\.org/)", page)
 
 
+@pytest.mark.slow
 def test_markup_in_the_data_is_text_in_the_file(hostile: Findings) -> None:
     page = report.render(hostile)
     assert page.count("<script") == page.count("</script") == 2
@@ -426,6 +428,7 @@ def test_fifty_thousand_rows(page: Page, pictures: Findings, tmp_path: Path) -> 
     assert (table["label_quality"] == many.quality / GRID).all()
 
 
+@pytest.mark.slow
 def test_without_scripts_the_numbers_are_there(
     browser: Browser, pictures: Findings, tmp_path: Path
 ) -> None:

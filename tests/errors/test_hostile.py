@@ -321,6 +321,7 @@ def test_a_start_that_overflows_at_once_is_told() -> None:
         bilevel.minimize(PROBLEM, huge, huge, method=METHODS[0], steps=3)
 
 
+@pytest.mark.slow
 def test_numbers_that_a_small_type_does_not_have() -> None:
     """A rate, or the factor of a difference of gradients, may be one where the steps are small."""
     half, single = torch.ones((), dtype=torch.float16), torch.ones(())

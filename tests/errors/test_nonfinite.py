@@ -102,6 +102,7 @@ def test_rates_too_large_for_the_curvature_stop_the_run_with_finite_numbers(meth
     assert all(bool(torch.isfinite(t).all()) for t in floats)
 
 
+@pytest.mark.slow
 def test_a_random_iterate_of_a_broken_run_is_one_of_its_iterates() -> None:
     start = torch.ones(2), torch.zeros(2)
     for seed in range(20):
@@ -186,6 +187,7 @@ def test_data_that_ends_hands_back_what_was_reached() -> None:
     assert torch.equal(caught.value.result.x, whole.x)
 
 
+@pytest.mark.slow
 def test_an_upper_loss_that_is_only_reported_stops_the_run_too() -> None:
     def infinite_at_z(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         differentiated = x.requires_grad or y.requires_grad  # at z only the value is asked for

@@ -47,6 +47,7 @@ def test_results_are_those_of_an_example(name: str) -> None:
     assert (DOCS / "gallery" / f"{name}.png").exists(), "run make figures"
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     script = load_script("draw_gallery", monkeypatch)

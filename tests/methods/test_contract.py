@@ -167,6 +167,7 @@ def test_finds_the_optimum(case: Case) -> None:
     pytest.fail(f"not within {case.steps} steps")
 
 
+@pytest.mark.slow
 def test_no_bilevel_leaves_x_alone() -> None:
     problem = Quadratic(seed=0)
     result = bilevel.minimize(problem, problem.x0, problem.y0, method="no-bilevel", steps=200)

@@ -24,6 +24,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
 @pytest.mark.parametrize("direction", [None, 25, "all"])
 def test_one_backward_pass_gives_the_iterates_of_the_paper(coupling: Any, direction: Any) -> None:
@@ -119,6 +120,7 @@ def test_one_backward_per_inner_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["forward", "midpoint", "central"])
 @pytest.mark.parametrize("coupling", ["shared", "independent"])
 def test_terms_one_after_another_are_the_same_run(scheme: Any, coupling: Any) -> None:
@@ -390,6 +392,7 @@ def test_methods_are_values() -> None:
     assert "multiplier=10.0" in repr(bilevel.F2SA())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower_lr", ["auto", 0.05])
 @pytest.mark.parametrize("batch_size", [None, 8])
 def test_a_single_pass_finds_the_same_steps_one_by_one(

@@ -91,6 +91,7 @@ def test_iterates_are_those_of_the_paper(coupling: Any) -> None:
     assert_equals_its_reference(method, problem, 80, batch_size=7, seed=5)
 
 
+@pytest.mark.slow
 def test_estimators_have_less_noise_than_gradients() -> None:
     problem = Quadratic(dim_x=2, dim_y=2, sigma_f=1.0, sigma_g=1.0, runs=(500,))
     spreads = []

@@ -72,6 +72,7 @@ def test_directions_on_a_quadratic_are_the_closed_forms() -> None:
         torch.testing.assert_close(check.direction, direction, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "order", "multipliers"),
     [

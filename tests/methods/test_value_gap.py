@@ -40,6 +40,7 @@ ACCELERATED = Nesterov(momentum=0.8, radius=1.5, least_radius=0.2, decay=0.75)
 # F2BA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"single_pass": True}, {"coupling": "independent"}], ids=str)
 def test_f2ba_is_f2sa_with_a_constant_multiplier_bit_for_bit(more: dict[str, Any]) -> None:
     problem = Quadratic(sigma_f=0.2, sigma_g=0.2, seed=1)
@@ -56,6 +57,7 @@ def test_f2ba_is_f2sa_with_a_constant_multiplier_bit_for_bit(more: dict[str, Any
     assert torch.equal(solvers[0].y, solvers[1].y)
 
 
+@pytest.mark.slow
 def test_acceleration_starts_afresh_after_long_travel_and_momentum_comes_back() -> None:
     problem = Quadratic(dim_x=3, dim_y=4, seed=3)
     method = F2BA(0.5, 0.3, multiplier=7.0, acceleration=ACCELERATED)
@@ -86,6 +88,7 @@ def test_a_state_saved_without_acceleration_is_refused_with_it() -> None:
         plain.load_state_dict(accelerated.state_dict())
 
 
+@pytest.mark.slow
 def test_momentum_0_is_no_acceleration() -> None:
     problem = Quadratic(seed=1)
     ends = [
@@ -122,6 +125,7 @@ def test_acceleration_needs_fewer_steps_on_an_ill_conditioned_problem() -> None:
     assert steps_to(1e-3, Nesterov(momentum=0.9, radius=0.1, least_radius=0.01)) < 1.1 * plain
 
 
+@pytest.mark.slow
 def test_accelerated_iterates_stay_in_their_set() -> None:
     base = Quadratic(seed=0)
     problem = bilevel.Problem(base.upper, base.lower, x_set=bilevel.sets.Box(-0.3, 0.3))

@@ -94,6 +94,7 @@ def test_sources_learned_by_heart_are_not_trusted(texts: dict[str, Path], tmp_pa
     assert "worse than guessing (2.079), so do not trust the weights" in output  # log 8
 
 
+@pytest.mark.slow
 def test_a_folder_of_texts_is_one_source(texts: dict[str, Path], tmp_path: Path) -> None:
     text = texts["clean"].read_text()
     folder = tmp_path / "clean"
@@ -119,6 +120,7 @@ def test_same_seed_same_files(texts: dict[str, Path], tmp_path: Path) -> None:
     assert one == two != three
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_something_is(texts: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "mixed"
     out.mkdir()

@@ -101,6 +101,7 @@ def test_the_best_weights_are_found_and_kept_with_the_default_settings() -> None
         assert found.history[f"weight/{name}"][-4:] == pytest.approx([share] * 4, abs=0.03)
 
 
+@pytest.mark.slow
 def test_sources_that_are_alike_keep_the_same_weight() -> None:
     found = mixer(sources={"one": UP, "two": UP, "three": UP}).fit(steps=200)
     assert list(found.weights.values()) == pytest.approx([1 / 3] * 3, abs=0.05)
@@ -190,6 +191,7 @@ def test_models_of_every_kind_find_the_same(kind: type[WithLabels]) -> None:
     assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_batches_of_every_kind_are_the_same() -> None:
     tokens = [UP(torch.Generator().manual_seed(i)) for i in range(3)]
     down = [t.flip(1) for t in tokens]
@@ -226,6 +228,7 @@ def test_the_mask_reaches_a_model_that_takes_it() -> None:
     assert any(seen is None for seen in found.model.masks)
 
 
+@pytest.mark.slow
 def test_same_seed_same_weights() -> None:
     model = Bigrams()
     once, again, other = (mixer(model, seed=s).fit(steps=30).weights for s in (3, 3, 4))
@@ -383,6 +386,7 @@ def test_tensors_of_another_model_are_not_loaded(tmp_path: Path) -> None:
         bilevel.Mixture.load(tmp_path / "mixed", model=Bigrams(7))
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
     found = mixer(sources={"$up": UP, "_down": DOWN}).fit(steps=5)
     found.plot(tmp_path / "weights.png")

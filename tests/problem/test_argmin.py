@@ -252,6 +252,7 @@ def test_bad_objectives_are_refused(g: Any, message: str) -> None:
         bilevel.argmin(g, x, torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_gradcheck_of_an_equilibrium_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     W = 0.3 * torch.randn(4, 4, generator=generator, dtype=torch.float64)

@@ -76,6 +76,7 @@ class Once(torch.autograd.Function):
         return grad * (1 - out**2)
 
 
+@pytest.mark.slow
 def test_the_map_is_differentiated_once() -> None:
     problem = bilevel.Problem(
         lambda x, y, batch: ((y - 0.5) ** 2).sum(),

@@ -90,6 +90,7 @@ def test_solutions_are_stationary(
         assert torch.linalg.vector_norm(total) < 2e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_the_gradient_is_that_of_the_value(

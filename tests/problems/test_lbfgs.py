@@ -44,6 +44,7 @@ def test_the_minimiser_is_found_to_the_tolerance(function, memory) -> None:
     torch.testing.assert_close(found, TARGET, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_exact_inverse_hessian_needs_no_more_than_its_line_search() -> None:
     inverse = torch.linalg.inv(HESSIAN)
     evaluations = []

@@ -237,6 +237,7 @@ def test_gradient() -> None:
     assert close(problem.gradient(X), central_differences(problem.value, X), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lam", [1.0, 30.0])
 def test_penalised_gradient(lam: float) -> None:
     problem = small()

@@ -515,6 +515,7 @@ def within(a: Tensor, b: Tensor, bound: float) -> bool:
     return float((a - b).norm()) <= bound + 1e-13 * float(a.norm() + b.norm())
 
 
+@pytest.mark.slow
 @lemma
 @given(instances(), seeds, sizes, factors)
 def test_bias_and_distance_are_within_their_bounds(
@@ -529,6 +530,7 @@ def test_bias_and_distance_are_within_their_bounds(
     assert within(y, z, constants.distance_bound(lam))
 
 
+@pytest.mark.slow
 @lemma
 @given(instances(), seeds, sizes, factors, factors)
 def test_drift_is_within_its_bound(

@@ -34,6 +34,7 @@ def run(method: Any, *, cache_enabled: bool) -> bilevel.Result:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [F2SA(0.3, 0.3), F2SA(), AID(0.3, 0.3)], ids=str)
 def test_steps_see_the_parameters_as_they_are(method: Any) -> None:
     kept, fresh = (run(method, cache_enabled=c) for c in (True, False))

@@ -91,6 +91,7 @@ def test_sets_terms_and_metrics_do_not_care_for_the_default_device(elsewhere: No
     assert found.history["upper/seven"][-1] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("trusted", [False, True])
 def test_labels_are_cleaned_on_the_cpu(

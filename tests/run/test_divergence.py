@@ -212,6 +212,7 @@ def test_is_told_in_words(options: dict[str, Any], message: str) -> None:
         assert str(copy) == str(caught.value)
 
 
+@pytest.mark.slow
 def test_is_a_warning_unless_something_else_is_asked_for() -> None:
     options, message = DIVERGING["a step just beyond 2/L"]
     with pytest.warns(DivergenceWarning, match=message) as caught:
@@ -222,6 +223,7 @@ def test_is_a_warning_unless_something_else_is_asked_for() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_is_explained_where_it_can_be() -> None:
     options, message = DIVERGING["a step beyond 2/L"]
     with pytest.warns(DivergenceWarning), pytest.raises(NonFiniteError, match=message) as caught:
@@ -300,6 +302,7 @@ def test_gives_up_after_so_many_times() -> None:
     assert min(solvers) == 0.1 / 2**BACKTRACKS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 def test_goes_back_from_numbers_that_are_not_finite() -> None:
     problem = bilevel.Problem(squares, lambda x, y, b: 0.5 * ((y - x) ** 2).sum())

@@ -37,6 +37,7 @@ def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
 ZEROS = torch.zeros(3, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [GIVEN, "f2sa", "soba"], ids=["given", "auto", "soba"])
 def test_a_run_ends_when_its_direction_is_short(method: Any) -> None:
     result = run(method, tolerance=0.05)
@@ -54,6 +55,7 @@ def test_short_steps_are_no_rest() -> None:
     assert run(F2SA(0.5, 1e-6, inner_steps=3), tolerance=0.1, steps=60).outcome is Outcome.COMPLETED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_units_do_not_matter(scale: float) -> None:
     problem = bilevel.Problem(lambda x, y, b: scale * upper(x, y, b), lower)
@@ -65,6 +67,7 @@ def test_units_do_not_matter(scale: float) -> None:
     assert plain.steps == other.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [F2SA(0.5, 0.1, 10.0), "f2sa"], ids=["given", "auto"])
 def test_x_is_at_rest_in_a_corner_of_its_set(method: Any) -> None:
     problem = bilevel.Problem(upper, lower, x_set=bilevel.sets.Box(-1.0, 1.0))
@@ -78,6 +81,7 @@ def test_a_method_that_never_moves_x_does_not_converge() -> None:
     assert run("no-bilevel", tolerance=0.5, steps=60).outcome is Outcome.COMPLETED
 
 
+@pytest.mark.slow
 def test_noise_that_is_larger_than_the_tolerance_lets_a_run_go_on() -> None:
     noisy = Quadratic(sigma_f=1.0, sigma_g=1.0, seed=0)
     data = {"upper_data": noisy.upper_noise, "lower_data": noisy.lower_noise}
@@ -114,6 +118,7 @@ def test_time_before_a_checkpoint_counts(tmp_path: Path) -> None:
     assert (more.outcome, more.steps) == (Outcome.COMPLETED, first.steps + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_run_that_is_resumed_comes_to_rest_at_the_same_step(
     tmp_path: Path, bounded: bool
@@ -156,6 +161,7 @@ def test_steps_that_were_found_are_taken_back_by_default(monkeypatch: pytest.Mon
     assert reaction("f2sa") == "warn"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 @pytest.mark.filterwarnings("ignore::bilevel.errors.WorsenedWarning")
 def test_by_default_a_run_on_auto_goes_on_where_going_back_does_not_help() -> None:
@@ -169,6 +175,7 @@ def test_by_default_a_run_on_auto_goes_on_where_going_back_does_not_help() -> No
     assert result.steps == 200
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::bilevel.errors.DivergenceWarning")
 def test_a_run_goes_back_although_its_data_cannot() -> None:
     def endless() -> Any:

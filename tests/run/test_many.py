@@ -74,12 +74,14 @@ def test_every_sampling_gives_the_runs_of_minimize(options: Any, coupling: Any) 
     assert_as_one_by_one(cleaning(), methods, [3, 8], steps=15, record_every=4, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [noisy_quadratic, deterministic, networks])
 def test_every_structure_gives_the_runs_of_minimize(task: Callable[[], Task]) -> None:
     methods = [f2sa(0.3, 0.1, 20.0), f2sa(0.3, 0.1, 40.0)]
     assert_as_one_by_one(task(), methods, 2, steps=15)
 
 
+@pytest.mark.slow
 def test_batches_drawn_from_the_global_generator_are_each_runs_own() -> None:
     task = noisy_quadratic()
 
@@ -177,6 +179,7 @@ def test_runs_in_several_computations_are_the_same(at_once: int) -> None:
         assert_same(a, b)
 
 
+@pytest.mark.slow
 def test_methods_of_several_structures_form_groups() -> None:
     methods = [
         F2SA(0.5, 2.0, inner_steps=2),
@@ -191,6 +194,7 @@ def test_methods_of_several_structures_form_groups() -> None:
         assert_same(result, one(cleaning(), method=methods[setting], seed=seed, steps=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["seed", "run"])
 def test_each_run_can_have_its_own_start(per: str) -> None:
     task = cleaning()
@@ -274,6 +278,7 @@ def test_a_run_that_breaks_leaves_the_others_alone(bad: F2SA, scheme: str) -> No
         )
 
 
+@pytest.mark.slow
 def test_a_frozen_run_stays_where_it_was_in_its_set() -> None:
     problem, x0, y0, _ = deterministic()
     steep = bilevel.Problem(

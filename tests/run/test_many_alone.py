@@ -170,6 +170,7 @@ def test_all_reasons_are_in_one_warning() -> None:
     assert results[0].seconds == results[1].seconds != results[2].seconds
 
 
+@pytest.mark.slow
 def test_steps_that_one_run_found_serve_all() -> None:
     history = one(cleaning(), method=F2SA(inner_steps=2), steps=80).history
     moved = history["upper_lr"][history["upper_lr"] > 0]

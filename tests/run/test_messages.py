@@ -226,6 +226,7 @@ def test_a_step_that_was_found_is_not_called_the_users() -> None:
     assert "give lower_lr=0.8 in place of 'auto'" in text
 
 
+@pytest.mark.slow
 def test_a_run_that_worsened(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = importlib.import_module("bilevel.run.minimize")  # not the function of that name
     rose = Worsening("best", 0.25, 7, 1.5)

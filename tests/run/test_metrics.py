@@ -142,6 +142,7 @@ def test_a_complex_metric_is_refused() -> None:
         run(upper=complex_upper)
 
 
+@pytest.mark.slow
 def test_a_gap_that_the_method_has_not_cannot_be_followed() -> None:
     """It is NaN in every step, so that patience would end the run and no x be the best."""
     run("f2sa", monitor="gap", patience=50)

@@ -230,6 +230,7 @@ def lower_errors(result: bilevel.Result, old: Tensor, problem: Any) -> tuple[flo
     return float((result.y - exact).norm()), float((old - exact).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 def test_y_is_the_lower_solution_of_the_last_x(noise: float) -> None:
     problem = quadratic(sigma_f=noise, sigma_g=noise)
@@ -396,6 +397,7 @@ def test_the_random_iterate_is_uniform_over_the_steps(every: int) -> None:
     assert chi_square < 16.3  # the 99.9% quantile with 3 degrees of freedom
 
 
+@pytest.mark.slow
 def test_the_random_iterate_is_uniform_over_the_steps_taken_when_stopped() -> None:
     chosen = {
         minimize(
@@ -452,6 +454,7 @@ def test_the_same_seed_gives_the_same_bits(method: Any) -> None:
 # The user's structures
 
 
+@pytest.mark.slow
 def test_modules_are_optimized_and_the_users_are_left_alone() -> None:
     torch.manual_seed(0)
     features = torch.randn(30, 3, dtype=torch.float64)
@@ -477,6 +480,7 @@ def test_modules_are_optimized_and_the_users_are_left_alone() -> None:
     assert y0.weight.grad is None
 
 
+@pytest.mark.slow
 def test_trees_are_optimized_in_their_structure() -> None:
     x0: Any = {"shift": torch.zeros(2), "more": [torch.zeros(1), None]}
     y0: Any = (torch.zeros(2), {"b": torch.zeros(1)})
@@ -566,6 +570,7 @@ def test_a_history_takes_no_more_room_than_the_steps_taken() -> None:
     assert len(result.history["upper"]) == 5
 
 
+@pytest.mark.slow
 def test_a_history_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = bilevel.problems.Quadratic(seed=0)
     whole = bilevel.minimize(problem, problem.x0, problem.y0, steps=12)

@@ -24,6 +24,7 @@ from tests.run.many_runs import (
 # Results
 
 
+@pytest.mark.slow
 def test_error_bars_and_the_best() -> None:
     task = noisy_quadratic()
     methods = [F2SA(0.5, lr, 20.0) for lr in (0.01, 0.2)]

@@ -107,6 +107,7 @@ def test_without_turns_threads_would_disturb_each_other(monkeypatch: pytest.Monk
     )
 
 
+@pytest.mark.slow
 def test_runs_that_take_turns_in_one_thread_give_the_same_bits() -> None:
     alone = [run(seed) for seed in (0, 1)]
     first, second = make(0), make(1)

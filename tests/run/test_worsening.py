@@ -149,6 +149,7 @@ SLOWLY_RISING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_of_x_that_makes_f_rise_is_told() -> None:
     with pytest.warns(WorsenedWarning) as caught:
         result = run(**SLOWLY_RISING)
@@ -163,6 +164,7 @@ def test_a_step_of_x_that_makes_f_rise_is_told() -> None:
     assert "upper_lr='auto'" in text
 
 
+@pytest.mark.slow
 def test_the_best_is_returned_without_a_word() -> None:
     result = run(**SLOWLY_RISING, select="best")
     assert result.outcome is Outcome.WORSENED
@@ -191,6 +193,7 @@ def test_runs_that_fall_or_fluctuate_are_not_told_anything() -> None:
         assert result.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.slow
 def test_many_runs_have_the_outcome_each() -> None:
     grid = [F2SA(1.0, 0.1, 1e6), SLOWLY_RISING["method"]]
     options = {name: value for name, value in SLOWLY_RISING.items() if name != "method"}

@@ -57,6 +57,7 @@ def test_a_linear_function_with_rounding_is_not_looked_at_from_ever_further_away
     assert furthest < 1e6  # the first estimate is off by 10^4, and eight such factors are 10^32
 
 
+@pytest.mark.slow
 def test_the_first_vector_is_made_where_its_generator_is() -> None:
     x, y = torch.zeros(2), torch.zeros(2)
     problem = bilevel.Problem(

@@ -74,6 +74,7 @@ def test_the_lower_solution_is_moved_on_until_f_rests() -> None:
     torch.testing.assert_close((state.y.leaves[0] - state.z.leaves[0]).detach(), apart)
 
 
+@pytest.mark.slow
 def test_a_lower_solution_that_has_far_to_go_is_not_called_settled() -> None:
     """Of many modes f sees the slow ones, in which y has hundreds of steps to go."""
     stiffness = torch.logspace(0, -4, 100, dtype=torch.float64)

@@ -170,6 +170,7 @@ def test_checkpointed_activations_give_the_same_iterates(
     assert_same(after(checkpointed(start), problem=problem, **options), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [PLAIN, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("single_pass", [False, True])
 def test_terms_one_after_another_give_the_iterates_of_one_backward(
@@ -186,6 +187,7 @@ def test_terms_one_after_another_give_the_iterates_of_one_backward(
     assert_same(apart, after(start, **options), 1e-6)
 
 
+@pytest.mark.slow
 def test_autocast_rounds_and_leaves_the_master_weights_alone(start: Transformer) -> None:
     rounded, exact = after(start, problem=BFLOAT16), after(start)
     with pytest.raises(AssertionError):

@@ -232,6 +232,7 @@ def test_a_saved_state_goes_on_bit_for_bit(method: Any) -> None:
     assert torch.equal(resumed.y, whole.y)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bits_and_another_seed_not() -> None:
     first, again, other = (solver_of(Table(STARTS), steps=9, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.x.values, again.x.values)

@@ -237,6 +237,7 @@ def no_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HyperCleaning, "mnist", fake_mnist)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_mnist")
 def test_the_command_tunes_and_another_can_read_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,6 +133,7 @@ def test_a_set_that_stops_giving_numbers_leaves_the_variables_finite() -> None:
     assert bool(torch.isfinite(run.y).all())
 
 
+@pytest.mark.slow
 @graphs
 def test_a_step_that_would_overflow_is_not_taken() -> None:
     problem = Problem(

@@ -270,6 +270,7 @@ def test_what_was_compiled_goes_with_its_solver() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 @graphs
 def test_the_settings_of_torch_are_as_before(threads: Callable[[int], None]) -> None:
     import torch._dynamo

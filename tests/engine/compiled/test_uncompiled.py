@@ -134,6 +134,7 @@ UNCOMPILABLE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "reason"), UNCOMPILABLE.values(), ids=list(UNCOMPILABLE))
 @pytest.mark.parametrize("data", [{}, DATA["loaders"]], ids=["rows", "loaders"])
 def test_what_cannot_be_compiled_runs_as_it_is_after_one_warning(

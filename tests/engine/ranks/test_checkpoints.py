@@ -130,6 +130,7 @@ def test_from_two_ranks_to_four(two: Ranks, tmp_path: Path) -> None:
                 torch.testing.assert_close(y, whole[1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_streams_of_another_number_of_ranks_are_new(two: Ranks, tmp_path: Path) -> None:
     two.run(_save_solver, tmp_path / "two")
     solver = _solver()
@@ -170,6 +171,7 @@ def _save_solver(rank: int, path: Path) -> Any:
     return raised(lambda: _solver(seed=1).load(path))
 
 
+@pytest.mark.slow
 def test_a_solver_saves_and_loads_and_refuses_another_run(two: Ranks, tmp_path: Path) -> None:
     for name, message in two.run(_save_solver, tmp_path / "state"):
         assert name == "CheckpointError"
@@ -183,6 +185,7 @@ def _load(rank: int, path: Path) -> tuple[str, str]:
     return raised(lambda: _solver().load(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["run", "rank-00000", "rank-00001"])
 def test_a_damaged_file_is_refused_on_every_rank(two: Ranks, file: str, tmp_path: Path) -> None:
     path = tmp_path / "state"
@@ -199,6 +202,7 @@ def test_a_damaged_file_is_refused_on_every_rank(two: Ranks, file: str, tmp_path
             _solver().load(path)
 
 
+@pytest.mark.slow
 def test_nothing_in_a_checkpoint_is_a_pickle(two: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "state"
     two.run(_save_solver, path)
@@ -208,6 +212,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(two: Ranks, tmp_path: Path) -> None
         assert json.loads(data[8 : 8 + length])["__metadata__"]["format"] == "bilevel checkpoint"
 
 
+@pytest.mark.slow
 def test_what_leads_out_of_the_folder_is_refused(two: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "state"
     two.run(_save_solver, path)
@@ -275,6 +280,7 @@ def _resumed_before_going_back(rank: int, folder: Path) -> list[Any]:
     return [kept, *(tensor for result in (whole, resumed) for tensor in (result.x, result.y))]
 
 
+@pytest.mark.slow
 def test_each_rank_goes_back_to_samples_of_its_own(two: Ranks, tmp_path: Path) -> None:
     answers = two.run(_resumed_before_going_back, tmp_path)
     assert not torch.equal(answers[0][0], answers[1][0])

@@ -138,6 +138,7 @@ def _alone(rank: int) -> Any:
     return own
 
 
+@pytest.mark.slow
 def test_ranks_may_run_for_themselves(two: Ranks) -> None:
     for rank, x in enumerate(two.run(_alone)):
         alone = _rows("plain tensors", slice(8 * rank, 8 * rank + 8), METHODS["F2SA"]).x

@@ -81,6 +81,7 @@ def resumed(rank: int, folder: Path, start: Any) -> Any:
     return found[0], found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fresh", "warm"])
 def test_two_ranks_resumed_to_the_same_bits(two: Ranks, tmp_path: Path, start: str) -> None:
     answers = two.run(resumed, tmp_path / start, start)

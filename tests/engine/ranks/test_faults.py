@@ -255,6 +255,7 @@ def _ended(rank: int, **limit: float) -> tuple[str, int]:
     return result.outcome.name, result.steps
 
 
+@pytest.mark.slow
 def test_time_and_tolerance_end_all_ranks_after_the_same_step(two: Ranks) -> None:
     first, second = two.run(_late)
     assert first == second

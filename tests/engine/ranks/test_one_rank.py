@@ -90,6 +90,7 @@ def test_and_on_a_gpu(tmp_path: Path) -> None:
                 torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_goes_on_from_its_checkpoint(one: Ranks, kind: str, tmp_path: Path) -> None:
     [(x, *_)] = one.run(_sampled, kind, "F2SA, AdamW", 6)
@@ -133,6 +134,7 @@ def _compiled(rank: int) -> Any:
         return _sampled(0, "DDP", "F2SA", 2, None, compile=True)
 
 
+@pytest.mark.slow
 def test_compile_is_left_out_with_a_warning(one: Ranks) -> None:
     x, *_ = _sampled(0, "plain module", "F2SA", 2)
     [(same, *_)] = one.run(_compiled)

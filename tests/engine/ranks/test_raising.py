@@ -103,6 +103,7 @@ def _check_that_both_raised(first: Found, second: Found, error: str, message: st
     assert first[2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
 @pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
@@ -129,6 +130,7 @@ def _without_batch(rank: int, kind: str, method: str, at: int) -> Found:
     return _raised_and_gone_on(kind, method, steps=10, lower_data=draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["F2SA", "F2SA, one pass, one term at a time", "F3SA"])
 @pytest.mark.parametrize("kind", [*START, "DDP with buffers"])
 def test_data_that_raises_on_one_rank_raises_on_all(two: Ranks, kind: str, method: str) -> None:

@@ -173,6 +173,7 @@ def test_a_damaged_file_is_refused(kind: str, seed: int, sound: bytes, tmp_path:
     refuse(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_file_cut_short_anywhere_or_with_any_byte_changed_is_refused(
     sound: bytes, tmp_path: Path
 ) -> None:

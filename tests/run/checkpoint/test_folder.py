@@ -181,6 +181,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_stop_the_run(disk: Disk) -> None:
     assert_goes_on_without_space(disk.path / "run", disk)
 
@@ -198,10 +199,12 @@ class Limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_does_not_stop_the_run(tmp_path: Path) -> None:
     assert_goes_on_without_space(tmp_path, Limit())
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_to_sync_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

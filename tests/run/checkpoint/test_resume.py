@@ -86,6 +86,7 @@ def test_every_kind_of_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> Non
     assert_same(bilevel.minimize(**TASKS[name](), steps=14, checkpoint=often), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("select", ["last", "best", "random"])
 @pytest.mark.parametrize("record_every", [1, 3])
 def test_what_is_selected_and_recorded_is_the_same(

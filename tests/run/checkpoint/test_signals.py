@@ -56,6 +56,7 @@ def test_a_signal_ends_the_run_after_the_step(number: Any, step: int, tmp_path: 
     assert_same(minimize(tmp_path), whole)
 
 
+@pytest.mark.slow
 def test_a_second_one_interrupts_at_once(tmp_path: Path) -> None:
     before = handlers()
 
