@@ -134,7 +134,7 @@ class Variable:
                 reason = "its copies are results of a computation, as those of a ScriptModule"
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # the second is what pickle raises
             reason = str(error).partition("\n")[0]
         if reason:
             raise ArgumentError(
