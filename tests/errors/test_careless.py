@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_a_callback_that_returns_neither_true_nor_false_is_told_so(answer: Any) 
         run(callback=lambda solver, info: answer)
 
 
+class Promise:
+    """What calling an async function gives; it is true, and its work has not begun."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+def test_a_callback_that_would_have_to_be_awaited_ends_no_run() -> None:
+    with pytest.raises(ArgumentTypeError, match="callback must return True to end the run"):
+        run(callback=lambda solver, info: Promise())
+
+
 @pytest.mark.parametrize("data", ["data.csv", b"data"], ids=["text", "bytes"])
 def test_text_is_no_data(data: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="lower_data must be a tensor"):
@@ -135,8 +148,14 @@ def _normed() -> nn.Module:
     return nn.utils.weight_norm(nn.Linear(3, 1))
 
 
+def _locked() -> nn.Module:
+    module = nn.Linear(3, 1)
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("build", [_scripted, _normed])
+@pytest.mark.parametrize("build", [_scripted, _normed, _locked])
 def test_modules_that_cannot_be_copied_can_be_built(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(ArgumentError, match=r"y cannot be copied: .* such as y0=lambda: build\(\)"):
         run(**_through(build()))
