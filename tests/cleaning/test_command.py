@@ -521,7 +521,8 @@ def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
         )
         assert done.returncode == 1
-        assert "bilevel[clean]" in done.stdout
+        assert "bilevel[clean]" in done.stderr
+        assert not done.stdout
     assert not list(tmp_path.iterdir())
 
 
