@@ -226,7 +226,7 @@ def _copies_moved_apart(rank: int, by: str) -> tuple[str, str]:
         rate[by] = lambda k: 0.5 if k < 5 or not rank else 0.4  # type: ignore[assignment]
 
     def y_set(y: Tensor) -> Tensor:
-        return y.flip(0) if by == "set" and rank else y
+        return y.clamp(max=0.1 + rank)
 
     method = bilevel.F2SA(upper_lr=0.1, **rate)
     solved = bilevel.Problem(problem.upper, problem.lower, y_set=y_set if by == "set" else None)
