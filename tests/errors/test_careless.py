@@ -162,6 +162,36 @@ def test_modules_that_cannot_be_copied_can_be_built(build: Callable[[], nn.Modul
     assert run(**_through(build)).steps == 2
 
 
+BUILT_ONCE = torch.zeros(3)
+BUILT_BADLY: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "shared": (lambda: BUILT_ONCE, "the same tensors twice"),
+    "a view": (lambda: BUILT_ONCE.view(3), "the same tensors twice"),
+    "computed": (lambda: 2 * torch.zeros(3, requires_grad=True), "results of a computation"),
+}
+
+
+@pytest.mark.parametrize("variable", ["x", "y"])
+@pytest.mark.parametrize("method", ["f2sa", "aid"])  # with two copies of y and with one
+@pytest.mark.parametrize("name", BUILT_BADLY)
+def test_a_function_that_builds_no_copies_is_refused(name: str, method: str, variable: str) -> None:
+    build, message = BUILT_BADLY[name]
+    with pytest.raises(ArgumentError, match=f"{variable}0 is a function .* gave {message}"):
+        run(method=method, **{f"{variable}0": build})
+    assert not BUILT_ONCE.any()
+
+
+def test_a_function_that_builds_other_shapes_is_refused() -> None:
+    sizes = iter((3, 4))
+    with pytest.raises(ArgumentError, match=r"the shapes \[\(3,\)\] and then of \[\(4,\)\]"):
+        run(y0=lambda: torch.zeros(next(sizes)))
+
+
+def test_what_a_function_builds_need_not_require_gradients() -> None:
+    built, given = run(x0=lambda: torch.zeros(3), y0=lambda: torch.zeros(3)), run()
+    assert torch.equal(built.x, given.x)
+    assert not built.x.requires_grad
+
+
 @pytest.mark.parametrize("path", ["", "a\0b", "a\udc80"], ids=["empty", "null", "no UTF-8"])
 def test_paths_that_would_lose_a_run_are_refused(path: str) -> None:
     with pytest.raises(ArgumentError, match="must be a path"):
