@@ -469,8 +469,9 @@ def test_refused(
     )
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit)
-    assert result.output.startswith("error: ")
-    assert case.message in result.output
+    assert result.stderr.startswith("error: ")
+    assert case.message in result.stderr
+    assert not result.stdout  # which is for results
     after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     assert after == before
 

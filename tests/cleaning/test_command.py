@@ -286,6 +286,17 @@ def test_the_user_has_the_last_word_on_columns(animals: Animals, tmp_path: Path)
     assert "named twice" in output
 
 
+@pytest.mark.parametrize("empty", ["", None, np.nan], ids=["text", "None", "NaN"])
+def test_a_comma_at_the_end_of_every_line_names_no_rows(
+    animals: Animals, tmp_path: Path, empty: Any
+) -> None:
+    frame = animals.frame.assign(**{"": empty})
+    assert from_frame(frame, "t", label="label").ids is None
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    assert (tmp_path / "train.csv").read_text().splitlines()[1].endswith(",")
+    assert read(tmp_path / "train.csv", label="label").ids is None
+
+
 def test_an_unknown_category_is_none_of_the_known_ones() -> None:
     column = CategoryColumn.fitted("home", np.array(["hill", "hive"], dtype=object))
     new = np.array(["hive", "moon"], dtype=object)
@@ -530,7 +541,8 @@ def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
         )
         assert done.returncode == 1
-        assert "bilevel[clean]" in done.stdout
+        assert "bilevel[clean]" in done.stderr
+        assert not done.stdout
     assert not list(tmp_path.iterdir())
 
 

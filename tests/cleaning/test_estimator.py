@@ -402,12 +402,33 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "infinite": (lambda d: {"X": changed(d.X, 3, np.inf)}, ValueError, "infinity"),
     "one class": (lambda d: {"y": np.full(460, "ant")}, ArgumentError, "one class only, .*ant"),
     "text": (lambda d: {"X": d.X.astype(str)}, ArgumentError, "X has text"),
+    "classes as columns": (
+        lambda d: {"y": np.eye(3)[np.arange(460) % 3]},
+        ArgumentError,
+        r"give one label for each row, such as y.argmax\(1\)",
+    ),
+    "a column of dates": (
+        lambda d: {"X": pd.DataFrame(d.X).assign(day=pd.date_range("2020", periods=460))},
+        ArgumentError,
+        "dates where numbers are expected, in the columns 'day'",
+    ),
     "a column of text": (
         lambda d: {"X": pd.DataFrame({"size": d.X[:, 0], "name": d.y})},
         ArgumentError,
         "in the columns 'name'",
     ),
 }
+
+
+@pytest.mark.parametrize("kind", ["object", "Int64", "boolean", "category"])
+def test_labels_stay_what_they_were(insects: Insects, kind: str) -> None:
+    plain = np.unique(insects.y, return_inverse=True)[1]
+    plain = plain == 0 if kind == "boolean" else plain
+    given = pd.Series(plain).astype(kind)  # type: ignore[call-overload]
+    cleaner = LabelCleaner(max_steps=1).fit(insects.X, given)
+    assert cleaner.classes_.dtype == plain.dtype
+    usual = LabelCleaner(max_steps=1).fit(insects.X, plain)
+    assert np.array_equal(cleaner.predict(insects.X), usual.predict(insects.X))
 
 
 @pytest.mark.parametrize("case", REFUSED)

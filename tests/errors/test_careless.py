@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_a_callback_that_returns_neither_true_nor_false_is_told_so(answer: Any) 
         run(callback=lambda solver, info: answer)
 
 
+class Promise:
+    """What calling an async function gives; it is true, and its work has not begun."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+def test_a_callback_that_would_have_to_be_awaited_ends_no_run() -> None:
+    with pytest.raises(ArgumentTypeError, match="callback must return True to end the run"):
+        run(callback=lambda solver, info: Promise())
+
+
 @pytest.mark.parametrize("data", ["data.csv", b"data"], ids=["text", "bytes"])
 def test_text_is_no_data(data: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="lower_data must be a tensor"):
@@ -135,12 +148,48 @@ def _normed() -> nn.Module:
     return nn.utils.weight_norm(nn.Linear(3, 1))
 
 
+def _locked() -> nn.Module:
+    module = nn.Linear(3, 1)
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("build", [_scripted, _normed])
+@pytest.mark.parametrize("build", [_scripted, _normed, _locked])
 def test_modules_that_cannot_be_copied_can_be_built(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(ArgumentError, match=r"y cannot be copied: .* such as y0=lambda: build\(\)"):
         run(**_through(build()))
     assert run(**_through(build)).steps == 2
+
+
+BUILT_ONCE = torch.zeros(3)
+BUILT_BADLY: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "shared": (lambda: BUILT_ONCE, "the same tensors twice"),
+    "a view": (lambda: BUILT_ONCE.view(3), "the same tensors twice"),
+    "computed": (lambda: 2 * torch.zeros(3, requires_grad=True), "results of a computation"),
+}
+
+
+@pytest.mark.parametrize("variable", ["x", "y"])
+@pytest.mark.parametrize("method", ["f2sa", "aid"])  # with two copies of y and with one
+@pytest.mark.parametrize("name", BUILT_BADLY)
+def test_a_function_that_builds_no_copies_is_refused(name: str, method: str, variable: str) -> None:
+    build, message = BUILT_BADLY[name]
+    with pytest.raises(ArgumentError, match=f"{variable}0 is a function .* gave {message}"):
+        run(method=method, **{f"{variable}0": build})
+    assert not BUILT_ONCE.any()
+
+
+def test_a_function_that_builds_other_shapes_is_refused() -> None:
+    sizes = iter((3, 4))
+    with pytest.raises(ArgumentError, match=r"the shapes \[\(3,\)\] and then of \[\(4,\)\]"):
+        run(y0=lambda: torch.zeros(next(sizes)))
+
+
+def test_what_a_function_builds_need_not_require_gradients() -> None:
+    built, given = run(x0=lambda: torch.zeros(3), y0=lambda: torch.zeros(3)), run()
+    assert torch.equal(built.x, given.x)
+    assert not built.x.requires_grad
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "a\udc80"], ids=["empty", "null", "no UTF-8"])

@@ -46,7 +46,8 @@ def run(texts: dict[str, Path], out: Path, *options: str, code: int = 0) -> str:
     given = [*sources, "--target", str(texts["target"]), "--out", str(out), *options]
     result = runner.invoke(app, ["mix", *given])
     assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+    assert not (code and result.stdout)  # which is for results
+    return " ".join((result.stderr if code else result.stdout).split())
 
 
 def test_spoiled_sources_are_what_they_are_called() -> None:

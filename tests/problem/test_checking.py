@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel
-from bilevel.errors import ObjectiveError
+from bilevel.errors import ObjectiveError, UnrepeatableWarning
 
 ROWS = torch.linspace(-1, 2, 24).reshape(12, 2)
 
@@ -154,3 +157,86 @@ def test_buffers_are_the_modules_own_to_write_to() -> None:
         return ((y(batch) - x[0]) ** 2).mean()
 
     solver(loss, loss, y0=module).step()
+
+
+class Noise:
+    """Standard normal numbers from somewhere else than torch's global generators."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._generator = torch.Generator().manual_seed(0)
+        self._calls = 0
+
+    def __call__(self) -> Tensor:
+        self._calls += 1
+        draws: dict[str, Callable[[], Any]] = {
+            "NumPy": lambda: np.random.randn(),
+            "random": lambda: random.gauss(0, 1),
+            "a generator of its own": lambda: torch.randn((), generator=self._generator),
+            "a counter": lambda: self._calls,
+            "torch": lambda: torch.randn(()),
+        }
+        return torch.as_tensor(draws[self._kind](), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("kind", ["NumPy", "random", "a generator of its own", "a counter"])
+def test_numbers_that_no_run_can_draw_again_are_told(kind: str, level: str) -> None:
+    noise = Noise(kind)
+    means = {"upper": mean_upper, "lower": mean_lower}
+    mean = means[level]
+    noisy = {level: lambda x, y, batch: mean(x, y, batch + 0.1 * noise())}
+    with pytest.warns(UnrepeatableWarning, match=rf"^{level}\(x, y, batch\) returned"):
+        solver(**(means | noisy))
+
+
+def test_numbers_that_torch_draws_are_drawn_again() -> None:
+    noise = Noise("torch")
+    module = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    module = nn.Sequential(module, nn.utils.parametrizations.spectral_norm(nn.Linear(1, 1)))
+
+    def loss(x: Tensor, y: Any, batch: Tensor) -> Tensor:
+        return ((y(batch + 0.1 * noise()) - x.sum()) ** 2).mean()
+
+    solver(loss, loss, y0=module).step()  # warnings are errors here
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.after = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.clone().requires_grad_()  # without this, torch warns that nothing is trained
+        value: Tensor = self.after(checkpoint(self.inside, rows, use_reentrant=True))
+        return value
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_reentrant_checkpoints_are_refused(level: str) -> None:
+    """Parameters inside would get no gradient, and nobody would be told."""
+
+    def plain(x: Tensor, y: Any, batch: Tensor) -> Tensor:
+        return ((y.after(y.inside(batch)) - x.sum()) ** 2).mean()
+
+    def reentrant(x: Tensor, y: Any, batch: Tensor) -> Tensor:
+        return ((y(batch) - x.sum()) ** 2).mean()
+
+    objectives = {"upper": plain, "lower": plain} | {level: reentrant}
+    with pytest.raises(ObjectiveError, match=rf"^{level}\(x, y, batch\).*use_reentrant=False"):
+        solver(**objectives, y0=Reentrant())
+
+
+def test_an_objective_that_differentiates_by_a_variable_learns_how() -> None:
+    def penalised(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        loss = mean_lower(x, y, batch)
+        (slope,) = torch.autograd.grad(loss, y, create_graph=True)
+        return loss + slope.square().sum()
+
+    def as_advised(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return penalised(x, y if y.requires_grad else y.detach().requires_grad_(), batch)
+
+    with pytest.raises(RuntimeError) as raised:
+        solver(mean_upper, penalised)
+    assert "y if y.requires_grad else y.detach().requires_grad_()" in raised.value.__notes__[0]
+    assert solver(mean_upper, as_advised).step().lower is not None

@@ -226,6 +226,29 @@ def test_a_callable_that_does_not_project_is_refused_at_once(returned: Any) -> N
         bilevel.Solver(confined, problem.x0, problem.y0, method="f2sa")
 
 
+@pytest.mark.parametrize("variable", ["x", "y"])
+def test_a_map_that_moves_its_own_points_is_refused_at_once(variable: str) -> None:
+    problem = bilevel.problems.Quadratic()
+    sets: dict[str, Any] = {f"{variable}_set": lambda tensor: 0.5 * tensor}
+    confined = bilevel.Problem(problem.upper, problem.lower, **sets)
+    with pytest.raises(ArgumentError, match=f"the set of {variable} is no projection: .* 50%"):
+        bilevel.Solver(confined, problem.x0, problem.y0, method="f2sa")
+
+
+def test_projections_of_every_kind_are_taken() -> None:
+    problem = bilevel.problems.Quadratic()
+    projections: list[Projection] = [
+        lambda tensor: tensor.clamp_(0, 1),  # in place
+        lambda tensor: tensor / tensor.norm().clamp(min=1),
+        lambda tensor: tensor - tensor.mean(),
+        lambda tensor: tensor.round(decimals=3),
+        torch.zeros_like,
+    ]
+    for project in projections:
+        confined = bilevel.Problem(problem.upper, problem.lower, x_set=project)
+        bilevel.Solver(confined, problem.x0, problem.y0, method="f2sa").step()
+
+
 # Methods inside sets
 
 MULTIPLIER = 20.0

@@ -30,6 +30,7 @@ from bilevel.cleaning.inputs import (
     refuse_mixed_labels,
     refuse_text,
     stacked,
+    with_its_type,
 )
 from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.recipe import POOLED, CleaningResult, clean
@@ -427,7 +428,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         """Check both: X becomes an array or CSR matrix of finite numbers, y an array of labels."""
-        X, y = as_array(X), as_array(y)
+        X, y = as_array(X), with_its_type(as_array(y))
         refuse_text(X)
         options: dict[str, Any] = {
             "accept_sparse": "csr",

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,7 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
         array = np.asarray(as_array(y))
     if array.ndim != 2 or array.shape[1] < 2:
         return y, None
+    _refuse_one_hot(array)
     votes = array.astype(object)
     with np.errstate(invalid="ignore"):  # Python 3.13 notes a comparison with NaN as invalid
         missing = np.vectorize(_is_missing, otypes=[bool])(votes)
@@ -118,6 +120,16 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
     return np.array(chosen), votes
 
 
+def _refuse_one_hot(y: Array) -> None:
+    """Refuse columns that stand for classes: as votes they would be for the classes 0 and 1."""
+    if y.dtype.kind in "biuf" and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
+        raise ArgumentError(
+            f"y has the shape {y.shape} and a single 1 in every row, so that its columns seem to "
+            f"stand for classes, but those of a y with two dimensions are annotators; give one "
+            f"label for each row, such as y.argmax(1)"
+        )
+
+
 def _is_missing(vote: Any) -> bool:
     try:
         return vote is None or bool(vote != vote)
@@ -129,11 +141,24 @@ def labels_of(y: Any) -> Array:
     """One label for each sample, as an array that scikit-learn takes for classes."""
     with as_our_own():
         refuse_mixed_labels(y)
-        labels: Array = column_or_1d(as_array(y))
+        labels: Array = column_or_1d(with_its_type(as_array(y)))
         if not len(labels):
             raise ArgumentError("y is empty: there is no label to judge")
         check_classification_targets(labels)
     return labels
+
+
+def with_its_type(y: Any) -> Any:
+    """Labels that are numbers in an array of objects, or of pandas and none missing, as numbers.
+
+    scikit-learn takes the first for no labels at all, and makes fractions of the second.
+    """
+    kind = getattr(getattr(y, "dtype", None), "kind", "")
+    if kind and kind in "iub" and not getattr(y, "hasnans", True):
+        return y.to_numpy()
+    if kind == "O" and all(isinstance(label, int | float | np.number) for label in np.ravel(y)):
+        return np.array(np.asarray(y).tolist())
+    return y
 
 
 def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bool) -> Array:
@@ -193,23 +218,24 @@ def stacked(X: Any, more: Any) -> Any:
 
 
 def refuse_text(X: Any) -> None:
-    """Refuse text, and name the columns of a DataFrame that hold it."""
+    """Refuse text and dates, and name the columns of a DataFrame that hold them."""
+    where = ""
     if hasattr(X, "select_dtypes"):
         kinds = X.select_dtypes(exclude=["number", "bool"])
-        text = [
+        found = [
             str(name)
-            for name in kinds.columns
-            if any(isinstance(value, str) for value in kinds[name].iloc[:100])
+            for name, column in kinds.items()
+            if column.dtype.kind in "Mm"
+            or any(isinstance(value, str | date | timedelta) for value in column.iloc[:100])
         ]
-        if text:
-            raise ArgumentError(
-                f"X has text where numbers are expected, in the columns {listed(text)}; leave "
-                f"them out or encode them, text by a TfidfVectorizer, categories by a OneHotEncoder"
-            )
-    elif getattr(getattr(X, "dtype", None), "kind", "") in "US" and hasattr(X, "dtype"):
+        where = f", in the columns {listed(found)}" if found else ""
+    elif hasattr(X, "dtype") and getattr(X.dtype, "kind", "V") in "USMm":
+        where = " "
+    if where:
         raise ArgumentError(
-            "X has text where numbers are expected; encode it first, text by a TfidfVectorizer, "
-            "categories by a OneHotEncoder"
+            f"X has text or dates where numbers are expected{where.rstrip()}; leave them out or "
+            f"encode them, text by a TfidfVectorizer, categories by a OneHotEncoder, dates as "
+            f"numbers of days"
         )
 
 

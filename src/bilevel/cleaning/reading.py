@@ -121,7 +121,7 @@ def from_frame(
     if id_column is not None:
         ids = [str(value) for value in frame[id_column]]
     elif "" in frame.columns:  # the index of a DataFrame that was written with it
-        ids = [str(value) for value in _index(frame[""], name)]
+        ids = _index(frame[""], name)
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
@@ -129,17 +129,25 @@ def from_frame(
     return TableSamples(name, table, labels, ids, original=frame, label=label)
 
 
-def _index(series: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """The column without a name, unless it holds fractions, which name no rows."""
+def _index(series: pd.Series[Any], name: str) -> list[str] | None:
+    """The names of rows in the column without a name; None if it is empty.
+
+    An empty one is what a comma at the end of every line makes. Fractions name no rows.
+    """
+    texts = [
+        "" if missing else str(value) for value, missing in zip(series, series.isna(), strict=True)
+    ]
+    if not any(texts):
+        return None
     values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64)
     fractions = np.flatnonzero(np.isfinite(values) & (values != np.round(values)))
     if len(fractions):
         raise InputError(
             f"{name} has a column without a name, which would be taken for the names of the rows, "
-            f"but it holds {series.iloc[fractions[0]]!r} in row {fractions[0]} (the first row is "
-            f"0); give the column a name, or remove it"
+            f"but it holds {texts[fractions[0]]} in row {fractions[0]} (the first row is 0); give "
+            f"the column a name, or remove it"
         )
-    return series
+    return texts
 
 
 def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol
@@ -21,7 +21,7 @@ from bilevel.errors import BilevelError, OutputError
 
 P = ParamSpec("P")
 
-console = Console()
+console, errors = Console(), Console(stderr=True)
 
 
 class Found(Protocol):
@@ -43,19 +43,22 @@ def reports_errors(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except BilevelError as error:
-            try:
-                say(f"[red]error:[/red] {escape(str(error))}")
-            except OutputError:
-                typer.echo(f"error: {error}", err=True)
+            with suppress(OSError):  # where nobody listens, the exit status still tells
+                _print(errors, f"[red]error:[/red] {escape(str(error))}")
             raise typer.Exit(1) from error
 
     return reporting
 
 
-def say(text: str) -> None:
+def _print(where: Console, text: str) -> None:
     """Print text without breaking its lines and without colouring its numbers."""
+    where.print(text, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Print a result or what is going on."""
     try:
-        console.print(text, highlight=False, soft_wrap=True)
+        _print(console, text)
     except OSError as error:
         raise OutputError(f"standard output cannot be written to: {error.strerror}") from error
 
@@ -84,7 +87,7 @@ def parts_done(total: int) -> Iterator[Callable[[str], None]]:
         task = progress.add_task("running", total=total)
 
         def done(line: str) -> None:
-            progress.console.print(line, highlight=False, soft_wrap=True)
+            _print(progress.console, line)
             progress.advance(task)
 
         yield done

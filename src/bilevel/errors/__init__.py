@@ -38,6 +38,7 @@ from bilevel.errors.exceptions import (
     StateError,
     TiedWarning,
     UnbatchedWarning,
+    UnrepeatableWarning,
     WorsenedWarning,
     warn,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "StateError",
     "TiedWarning",
     "UnbatchedWarning",
+    "UnrepeatableWarning",
     "WorsenedWarning",
     "warn",
 ]

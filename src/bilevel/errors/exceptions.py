@@ -224,6 +224,10 @@ class HookWarning(BilevelWarning):
     """A parameter has hooks on its gradient, which its copies have not."""
 
 
+class UnrepeatableWarning(BilevelWarning):
+    """An objective has another value when it is called again with the same arguments."""
+
+
 class CompileWarning(BilevelWarning):
     """``compile=True`` was asked for, but something cannot be compiled; the message says what."""
 

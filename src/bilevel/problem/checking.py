@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.errors import ObjectiveError
+from bilevel.errors import ObjectiveError, UnrepeatableWarning, warn
 from bilevel.problem.problem import Metrics, Problem
-from bilevel.sampling import count_rows, map_tensors, take_rows
+from bilevel.sampling import Rewind, count_rows, map_tensors, take_rows
 from bilevel.variables import Variable, buffers_kept, frozen, global_norm, is_sharded, stored_values
 
 
@@ -33,33 +34,37 @@ def check_objectives(
     """
     metrics: Metrics = {}
     levels = (("upper", problem.f, upper_batch), ("lower", problem.g, lower_batch))
-    with torch.enable_grad(), buffers_kept(x, y):
-        with frozen(x):
-            for name, objective, batch in levels:  # one graph at a time: they may be large
-                try:
-                    with _unwritten(name, x, y, batch):
-                        value = objective(x, y, batch, metrics)
-                except (TypeError, AttributeError) as error:  # what the use of None raises
-                    if batch is None and hasattr(error, "add_note"):  # from Python 3.11 on
-                        error.add_note(
-                            f"{name}(x, y, batch) was called with the batch None, as it always "
-                            f"is without {name}_data"
-                        )
-                    raise
+    first: list[tuple[float, Rewind]] = []
+    uses_x = False
+    with torch.enable_grad():
+        for name, objective, batch in levels:  # one graph at a time: they may be large
+            rewind = Rewind(x.device)
+            with frozen(x), buffers_kept(x, y):
+                with _explained(name, batch), _unwritten(name, x, y, batch):
+                    value = objective(x, y, batch, metrics)
+                _refuse_reentrant_checkpoints(name, value, y)
                 if not _depends(value, y):
                     raise ObjectiveError(
                         f"{name}(x, y, batch) returned {value.item():.6g}, which does not "
                         f"depend on y through differentiable operations; check for detach(), "
                         f"item(), no_grad() or an unused y"
                     )
-                del value
-        with frozen(y):
-            seen = (_depends(objective(x, y, batch), x) for _, objective, batch in levels)
-            if use_x and not any(seen):
-                raise ObjectiveError(
-                    "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
-                    "differentiable operations, so there is nothing to optimize"
-                )
+            first.append((value.item(), rewind))
+            del value
+        for (name, objective, batch), (before, rewind) in zip(levels, first, strict=True):
+            rewind()
+            with frozen(y), buffers_kept(x, y):
+                with _explained(name, batch):
+                    value = objective(x, y, batch)
+                _refuse_reentrant_checkpoints(name, value, x)
+                _warn_unless_repeated(name, before, value, x, y)
+                uses_x |= _depends(value, x)
+            del value
+    if use_x and not uses_x:
+        raise ObjectiveError(
+            "neither upper(x, y, batch) nor lower(x, y, batch) depends on x through "
+            "differentiable operations, so there is nothing to optimize"
+        )
     return tuple(metrics)
 
 
@@ -112,6 +117,84 @@ def _numbers(objective: Callable[..., Tensor], x: Variable, y: Variable, batch: 
             some = [g.coalesce() if g.is_sparse else g for g in grads if g is not None]
             found.append(float(global_norm(stored_values(some))) if some else 0.0)
     return found
+
+
+@contextmanager
+def _explained(name: str, batch: Any) -> Iterator[None]:
+    """Add to an error that an objective raises what it may not know of how it is called."""
+    note = ""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:  # what the use of None raises
+        if batch is None:
+            note = (
+                f"{name}(x, y, batch) was called with the batch None, as it always is without "
+                f"{name}_data"
+            )
+        _add_note(error, note)
+        raise
+    except RuntimeError as error:
+        if "not require grad" in str(error):
+            note = (
+                f"x, y or both are constants in some evaluations of {name}(x, y, batch). Where it "
+                f"differentiates by one of them itself, let it do so by what requires a gradient: "
+                f"y if y.requires_grad else y.detach().requires_grad_()"
+            )
+        _add_note(error, note)
+        raise
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if note and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)
+
+
+def _refuse_reentrant_checkpoints(name: str, value: Tensor, variable: Variable) -> None:
+    """Raise for reentrant checkpoints, whose parameters are not in the graph.
+
+    Their gradients come from a backward pass inside the backward pass, which reaches parameters
+    that nobody named. Here the leaves are named, so that other tensors get no gradients; torch then
+    leaves the inner pass out where nothing in front of it is a leaf, and the parameters inside
+    would count as unused.
+    """
+    if any(map(is_sharded, variable.leaves)):
+        return
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ObjectiveError(
+                f"{name}(x, y, batch) uses torch.utils.checkpoint with use_reentrant=True, which "
+                f"is for backward() without inputs only; use use_reentrant=False (in Transformers: "
+                f"gradient_checkpointing_kwargs={{'use_reentrant': False}})"
+            )
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _warn_unless_repeated(
+    name: str, before: float, value: Tensor, x: Variable, y: Variable
+) -> None:
+    """Warn if an objective has another value at the same point, samples and state of torch.
+
+    What is constant may choose other kernels, so that half of the digits may differ.
+    """
+    dtypes = {value.dtype, *(leaf.dtype for leaf in (*x.leaves, *y.leaves))}
+    precision = max(torch.finfo(dtype).eps for dtype in dtypes)
+    now = value.item()
+    if abs(now - before) > math.sqrt(precision) * max(abs(now), abs(before)):
+        warn(
+            UnrepeatableWarning(
+                f"{name}(x, y, batch) returned {before:.6g} and then {now:.6g} at the same point "
+                f"and on the same samples: it draws random numbers that the run knows nothing of, "
+                f"or changes with every call. A method compares its values, and step sizes that "
+                f"are found here cannot be trusted. Draw from torch's global generators, as "
+                f"torch.randn does, not from NumPy, random or a generator of your own, or let the "
+                f"noise come as data, from a function of a torch.Generator"
+            )
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -254,7 +254,7 @@ class _Loop:
                 self._advance()
             with self._errors_with_result():
                 self._solver.settle()
-                self._require_sound_x()
+                self._require_sound_variables()
             if self._saved is not None:
                 self._saved.save()
         point = self._selector.point(sound=True)
@@ -300,7 +300,7 @@ class _Loop:
             if last or due or inspected or judged or not known:
                 solver.settle()
             if last:
-                self._require_sound_x()
+                self._require_sound_variables()
             self._selector.after(info)
             if recorded:
                 self._recorder.add(info, self._clock.seconds)
@@ -330,13 +330,14 @@ class _Loop:
         if due and not self._stopped and self._saved is not None:
             with self._errors_with_result():
                 solver.settle()
-                self._require_sound_x()
+                self._require_sound_variables()
             self._saved.save()
 
-    def _require_sound_x(self) -> None:
-        """Raise for an x that its optimizer made of finite gradients, or that ranks do not share.
+    def _require_sound_variables(self) -> None:
+        """Raise for an x that is not finite, or for variables that the ranks do not share.
 
-        Only the next step would see the first, and nothing the second.
+        An optimizer may have made such an x of finite gradients, which only the next step would
+        see; nothing would see the second.
         """
         solver = self._solver
         x, ranks = solver.state.x, solver.ranks
@@ -345,7 +346,7 @@ class _Loop:
             if bad if ranks is None else ranks.any(bad)[0]:
                 raise NonFiniteError(solver.k - 1, "x as its optimizer left it", kept=False)
         if ranks is not None:
-            ranks.require_same_leaves(x)
+            ranks.require_same_leaves(solver.state.variables())
 
     def _called_back(self, info: Info) -> tuple[bool, Exception | None]:
         """Whether the callback ends the run, and what it raised, which all ranks must know."""
@@ -437,6 +438,8 @@ class _Loop:
 def _is_true(answer: Any) -> bool:
     """What a callback returned, as whether the run is to end."""
     try:
+        if isinstance(answer, Awaitable):  # of an async function that has not even begun
+            raise TypeError("nothing here awaits it")
         return bool(answer)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentTypeError(

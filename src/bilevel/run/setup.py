@@ -214,6 +214,7 @@ def starting_point(x0: Any, y0: Any, place: torch.device | None) -> tuple[Variab
     if x.device != y.device:
         raise ArgumentError(f"x0 is on {x.device} and y0 on {y.device}; move one, or give device=")
     for variable, name in ((x, "x0"), (y, "y0")):
+        variable.check_builder()
         for path, leaf in zip(variable.names, variable.leaves, strict=True):
             if not bool(torch.isfinite(local_part(leaf)).all()):
                 where = name + path.removeprefix(variable.name)

@@ -27,6 +27,7 @@ from bilevel.variables import (
     Form,
     Variable,
     is_sharded,
+    length,
     local_part,
     redistribute_like,
     saved,
@@ -34,6 +35,9 @@ from bilevel.variables import (
     touched_rows,
 )
 from bilevel.variables.forms import refuse
+
+_INEXACT = 0.01
+"""The part of its length by which a projection that is found by iterations may miss its set."""
 
 
 class Update:
@@ -65,6 +69,7 @@ class Update:
         if isinstance(self._optimizer, SharedAdamW) and isinstance(first, SharedAdamW):
             self._optimizer.follow(first)
         self.project()
+        self._require_projections()
 
     def choose(self, rate: Number, gain: Number = 1.0) -> Number:
         """The step that :meth:`apply` is to take along ``gain`` times the gradients on the leaves.
@@ -188,6 +193,22 @@ class Update:
                 chosen = project.of_rows(rows, leaf.shape)
                 assert chosen is not None
                 leaf[rows] = self._inside(chosen, leaf[rows])
+
+    @torch.no_grad()
+    def _require_projections(self) -> None:
+        """Raise for a function that moves again what it has moved, so that it has no set."""
+        for _, leaf, project in self._projections:
+            if isinstance(project, ProximalMap | RowWise) or is_sharded(leaf):
+                continue
+            once = self._inside(project, leaf + 1)  # a point that may lie outside
+            moved = length(self._inside(project, once.clone()) - once)
+            if moved > _INEXACT * length(once):
+                raise ArgumentError(
+                    f"the set of {self._variable.name} is no projection: applied to what it gave, "
+                    f"it moved that by {moved / length(once):.0%} again; give a function that "
+                    f"leaves the points of its set where they are, or put the map into the "
+                    f"objectives"
+                )
 
     def _inside(self, project: Projection, tensor: Tensor) -> Tensor:
         """The projection, checked."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import CompileWarning, warn
+from bilevel.errors import ArgumentError, CompileWarning, warn
 from bilevel.errors.checks import check_function
+from bilevel.variables.shards import local_part
 from bilevel.variables.tree import map_tree, walk
 
 
@@ -74,6 +75,27 @@ def _compile_like(copied: nn.Module, original: nn.Module) -> None:
             )
             return
         parts[name]._compiled_call_impl = compiler(parts[name]._call_impl)
+
+
+def check_built_anew(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Refuse a function whose calls give the same tensors, some of other shapes, or no leaves.
+
+    Copies that share their tensors would move each other, and what the user holds with them.
+    """
+    shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in (first, second)]
+    places = ({local_part(leaf).data_ptr() for leaf in leaves} - {0} for leaves in (first, second))
+    reason = ""
+    if shapes[0] != shapes[1]:
+        reason = f"tensors of the shapes {shapes[0]} and then of {shapes[1]}"
+    elif not set.isdisjoint(*places):
+        reason = "the same tensors twice"
+    elif not all(leaf.is_leaf for leaf in second):
+        reason = "results of a computation, which cannot be moved"
+    if reason:
+        raise ArgumentError(
+            f"{name}0 is a function that builds every copy of {name}, but it gave {reason}; let it "
+            f"build new ones that are alike at every call, or give what it returns in its place"
+        )
 
 
 def check_builder(build: Callable[[], Any], name: str) -> None:

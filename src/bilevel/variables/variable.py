@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.errors import ArgumentError, NonFiniteError, StateError
-from bilevel.variables.copying import check_builder, copy_tree
+from bilevel.variables.copying import check_builder, check_built_anew, copy_tree
 from bilevel.variables.forms import Form, each, form_of, record, tensor
 from bilevel.variables.gradients import global_norm, largest_entries, longest_step, require_finite
 from bilevel.variables.layout import Layout
@@ -104,6 +104,7 @@ class Variable:
             check_builder(value, name)
             copied = cls(value(), name)
             copied._build = value
+            copied.requires_grad_(True)
         else:
             warn_of_ties(walk(value, name))
             copied = cls._copied(value, name, device, share_frozen=True)
@@ -134,7 +135,7 @@ class Variable:
                 reason = "its copies are results of a computation, as those of a ScriptModule"
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # the second is what pickle raises
             reason = str(error).partition("\n")[0]
         if reason:
             raise ArgumentError(
@@ -150,8 +151,17 @@ class Variable:
         if self._build is None:
             return Variable.copy_of(self.value, name)
         built = Variable.copy_of(self._build, name)
+        check_built_anew(self.name, self.leaves, built.leaves)
         built.assign(self, everything=True)
         return built
+
+    def check_builder(self) -> None:
+        """Raise now for a function that cannot build a second copy; the result will need one.
+
+        What ``fully_shard`` divides is large, so that it is built only where a copy is needed.
+        """
+        if self._build is not None and not self._layout.sharded_modules:
+            self.clone()
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
         """Every module and submodule, how it is reached, and whether DDP wraps it."""
@@ -307,8 +317,9 @@ class Variable:
     def detached(self) -> Any:
         """A copy of the value for the user to keep; its tensors do not require gradients."""
         if self._build is not None:
-            return self.clone().value
-        kept = Variable._copied(self.value, self.name, None, share_frozen=False)
+            kept = self.clone()
+        else:
+            kept = Variable._copied(self.value, self.name, None, share_frozen=False)
         for _, node in walk(kept.value, self.name):
             if isinstance(node, Tensor | Table):
                 node.requires_grad_(False)

@@ -8,6 +8,7 @@ import random
 import signal
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,46 @@ def _moved_apart(rank: int, by: str) -> tuple[str, str]:
 @pytest.mark.parametrize("by", ["schedule", "set"])
 def test_an_x_that_the_ranks_do_not_share_is_refused(two: Ranks, by: str) -> None:
     for name, message in two.run(_moved_apart, by):
+        assert name == "DistributedError"
+        assert "x differs between the ranks" in message
+
+
+def _copies_moved_apart(rank: int, by: str) -> tuple[str, str]:
+    """What moves the copies of y differs between the ranks; x moves by means, and is the same."""
+    problem = bilevel.problems.Quadratic(seed=0)
+    rate = {"lower_lr": 0.5, "penalty_lr": 0.5}
+    if by in rate:
+        rate[by] = lambda k: 0.5 if k < 5 or not rank else 0.4  # type: ignore[assignment]
+
+    def y_set(y: Tensor) -> Tensor:
+        return y.clamp(max=0.1 + rank)
+
+    method = bilevel.F2SA(upper_lr=0.1, **rate)
+    solved = bilevel.Problem(problem.upper, problem.lower, y_set=y_set if by == "set" else None)
+    return raised(lambda: bilevel.minimize(solved, problem.x0, problem.y0, method=method, steps=6))
+
+
+@pytest.mark.parametrize(("by", "copy"), [("lower_lr", "z"), ("penalty_lr", "y"), ("set", "y")])
+def test_copies_of_y_that_the_ranks_do_not_share_are_refused(
+    two: Ranks, by: str, copy: str
+) -> None:
+    for name, message in two.run(_copies_moved_apart, by):
+        assert name == "DistributedError"
+        assert f"{copy} differs between the ranks" in message
+
+
+def _exchanged(rank: int) -> tuple[str, str]:
+    """The same entries on both ranks, in another order: as the sums of two mixtures are."""
+    problem = bilevel.problems.Quadratic(seed=0)
+    solver = bilevel.Solver(problem, problem.x0, problem.y0, method=bilevel.F2SA(0.5, 0.1))
+    for leaf in solver.state.x.leaves if rank else ():
+        leaf.data = leaf.data.flip(0)
+    assert solver.ranks is not None
+    return raised(partial(solver.ranks.require_same_leaves, solver.state.variables()))
+
+
+def test_entries_in_another_order_are_not_the_same(two: Ranks) -> None:
+    for name, message in two.run(_exchanged):
         assert name == "DistributedError"
         assert "x differs between the ranks" in message
 

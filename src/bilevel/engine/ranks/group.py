@@ -262,25 +262,21 @@ class Ranks:
             f"ranks; load or initialise them alike on all",
         )
 
-    def require_same_leaves(self, variable: Variable) -> None:
+    def require_same_leaves(self, variables: Sequence[Variable]) -> None:
         """Raise on every rank unless all have the same numbers, where each holds all of them."""
-        whole = zip(variable.leaves, variable.averaging, strict=True)
-        self.require_alike(
-            [leaf for leaf, kind in whole if kind is Averaging.BY_RUN],
-            f"{variable.name} differs between the ranks, so that something that moves it does: a "
-            f"step size that is a function of k, a set that is a function, or an optimizer; give "
-            f"all ranks the same",
-        )
+        for variable in variables:
+            whole = zip(variable.leaves, variable.averaging, strict=True)
+            self.require_alike(
+                [leaf for leaf, kind in whole if kind is Averaging.BY_RUN],
+                f"{variable.name} differs between the ranks, so that something that moves it does: "
+                f"a step size that is a function of k, a set that is a function, or an optimizer; "
+                f"give all ranks the same",
+            )
 
     def require_alike(self, tensors: Sequence[Tensor], otherwise: str) -> None:
         """Raise a :class:`~bilevel.errors.DistributedError` on every rank unless all hold alike."""
-        # sums of bits, which do not depend on the order in which a device adds up
-        sums = [
-            int(t.detach().contiguous().view(_BITS[t.element_size()]).sum(dtype=torch.int64))
-            for t in tensors
-            if t.is_floating_point() and not is_sharded(t)
-        ]
-        if any(others != sums for others in self.gather(sums)):
+        mine = [_fingerprint(t) for t in tensors if t.is_floating_point() and not is_sharded(t)]
+        if any(others != mine for others in self.gather(mine)):
             raise DistributedError(otherwise)
 
 
@@ -305,6 +301,19 @@ def reaching(*, by_others: bool = False) -> Iterator[None]:
             f"another rank cannot be reached; it ended, or did something else than this one "
             f"({said[0]}). A run with a checkpoint goes on from the newest when it is started again"
         ) from error
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """A number that differs where bits do, or where the same entries stand in another order.
+
+    It is made of sums of whole numbers, which do not depend on the order in which a device adds.
+    """
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+    places = torch.arange(1, min(len(bits), _BUCKET // 8) + 1, device=bits.device)
+    found = 0
+    for part in torch.split(bits, _BUCKET // 8):  # so that the products take little memory
+        found = (31 * found + int((part * places[: len(part)]).sum())) % 2**64
+    return found
 
 
 def _is_of_messages(error: RuntimeError) -> bool:
