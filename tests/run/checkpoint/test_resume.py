@@ -366,6 +366,7 @@ def test_objectives_that_differ_inside_are_known_by_their_values(tmp_path: Path)
     torch.testing.assert_close(other.state_dict()["state"], before["state"], rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::bilevel.errors.UnrepeatableWarning")
 def test_an_objective_with_dice_of_its_own_is_not_taken_for_another(tmp_path: Path) -> None:
     dice = random.Random(0)
 
