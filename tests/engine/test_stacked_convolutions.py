@@ -161,3 +161,14 @@ def test_patches_are_those_of_the_present_images() -> None:
     images.mul_(3)
     convolved(images)
     convolved(other)
+
+
+def test_rows_of_hidden_layers_are_not_kept(way: str) -> None:
+    """Where nothing is differentiated they have no gradient either."""
+    images, hidden = stack(SAMPLES, 1, 5, 5, gradient=False), stack(SAMPLES, 4, 5, 5)
+    kept, mode = convolutions.Convolutions(), SideBySide()
+    mode._rules[torch.conv2d] = kept
+    with torch.no_grad(), mode:
+        torch.vmap(torch.conv2d)(images, stack(2, 1, 3, 3))
+        torch.vmap(torch.conv2d)(hidden, stack(2, 4, 3, 3))
+    assert [of.shape for of, _, _ in kept._kept] == [images.shape] * (way != "one by one")

@@ -26,7 +26,7 @@ HAS_GROUPS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 """Whether oneDNN has kernels with groups for this processor."""
 
 FEW = 32
-"""As many numbers as a pixel may depend on for a product to be faster than such a kernel."""
+"""As many numbers as a pixel may depend on for a layer to be a first one, whose images are data."""
 
 MOST_GATHERED = 1 << 25
 """As many numbers as the rows of a layer may have, of which its images have a ninth or so; with
@@ -92,16 +92,17 @@ class Convolutions:
             elif kernels[:, 0].numel() * images.shape[1] * result[0] * result[1] > MOST_GATHERED:
                 made = _one_by_one(images, kernels, shift, window)
             else:
-                rows = self._rows(found.tensors[0], pixels, window)
+                rows: Any = (
+                    self._rows(found.tensors[0], pixels, window)
+                    if first
+                    else _Rows.apply(pixels, window)  # type: ignore[no-untyped-call]
+                )
                 product: Any = _Product.apply(rows, kernels, shift)  # type: ignore[no-untyped-call]
                 made = torch.unflatten(product, 1, (-1, *result)).permute(0, 1, 4, 2, 3)
         return found.shown(made, 0)
 
     def _rows(self, given: Tensor, pixels: Tensor, window: Window) -> Tensor:
-        """The rows of images, of which ``pixels`` is a view; those of data are kept."""
-        if pixels.requires_grad:
-            made: Tensor = _Rows.apply(pixels, window)  # type: ignore[no-untyped-call]
-            return made
+        """The rows of data, of which ``pixels`` is a view."""
         key = given._version, pixels.shape, pixels.stride(), window
         found = next((rows for of, its, rows in self._kept if of is given and its == key), None)
         if found is None:
