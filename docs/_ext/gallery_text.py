@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from gallery._lines import code_lines, fingerprint  # noqa: E402
+from gallery._lines import code_lines, fingerprint, without_comparison  # noqa: E402
 
 EXAMPLES = ROOT / "examples" / "gallery"
 FOLDER = ROOT / "docs" / "gallery"
@@ -200,6 +200,7 @@ def lines_text(pages: str, repository: str | None = None) -> str:
         "     - lines",
         "     - here",
         "     - lines",
+        "     - with the comparison",
     ]
     for peer in json.loads(PEERS.read_text()):
         if repository not in (None, peer["repository"]):
@@ -211,6 +212,7 @@ def lines_text(pages: str, repository: str | None = None) -> str:
             f"     - ``{peer['file']}``",
             f"     - {peer['lines']}",
             f"     - :doc:`{title(ours)} </{pages}/{ours}>`" if there else "     - not there yet",
+            f"     - {code_lines(without_comparison(source(ours))) if there else ''}",
             f"     - {code_lines(source(ours)) if there else ''}",
         ]
     return "\n".join(table) + "\n"

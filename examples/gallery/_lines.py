@@ -1,6 +1,9 @@
 """How long a file of Python or a notebook is, and whether it is still the same code.
 
 python -m examples.gallery._lines FILE ...    the number of lines of code in each
+
+An example that runs others for comparison may say where they begin (``COMPARISON``). What stands
+before that runs by itself, and is what others have in their files; its lines are counted too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import json
 import sys
 import tokenize
 from pathlib import Path
+
+COMPARISON = "# --- what it is compared with"
+"""Begins the line after which an example has its baselines, their measure and nothing else."""
 
 # Tokens that are no code: comments, line ends, and the ends of blocks.
 _LAYOUT = {
@@ -46,6 +52,11 @@ def code_lines(source: str) -> int:
     return len(counted - left_out)
 
 
+def without_comparison(source: str) -> str:
+    """The part of an example that does not compare; all of it where it does not say so."""
+    return source.split(f"\n{COMPARISON}", 1)[0] + "\n"
+
+
 def fingerprint(source: str) -> str:
     """A short name of the code, which its comments, docstrings and layout do not change."""
     tree = ast.parse(source)
@@ -68,4 +79,5 @@ def read_code(path: Path) -> str:
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        print(f"{code_lines(read_code(path)):5d}  {path}")
+        code = read_code(path)
+        print(f"{code_lines(without_comparison(code)):5d} of {code_lines(code):5d}  {path}")

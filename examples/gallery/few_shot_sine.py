@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 import bilevel
 
-MEASURE = "squared error on new tasks"
-BETTER = min
+from ._digits import perceptron
 
 
 def task(generator: torch.Generator) -> Any:
@@ -48,23 +47,35 @@ def pulled(x: nn.Module, y: nn.Module, batch: Any) -> Tensor:
     return loss(x, y, batch) + 0.1 * sum(((b - a) ** 2).sum() for a, b in pairs)
 
 
+def run(lower: Any, method: Any, x: nn.Module, steps: int, seed: int, tasks: int = 8) -> Any:
+    """Some steps from the weights x, each on new tasks."""
+    data = bilevel.Episodes(task, tasks=tasks, start=lambda x: x)
+    problem = bilevel.Problem(loss, lower)
+    return bilevel.minimize(problem, x, x, method=method, data=data, steps=steps, seed=seed)
+
+
+def adapted(x: nn.Module, seed: int, small: bool) -> float:
+    """The error on new tasks after ten plain steps from the weights x."""
+    plain = bilevel.ITD(lower_lr=0.05, inner_steps=10, first_order=True)
+    result = run(loss, plain, x, 1, 1000 + seed, tasks=20 if small else 200)
+    return float(result.history["upper"][0])
+
+
+def solve(seed: int = 0, *, small: bool = False) -> float:
+    """That error with the weights of iMAML."""
+    start = perceptron(seed, 1, 40, 40, 1)
+    return adapted(run(pulled, "f2sa", start, 20 if small else 200, seed).x, seed, small)
+
+
+# --- what it is compared with ---------------------------------------------------------------------
+
+MEASURE = "squared error on new tasks"
+BETTER = min
+
+
 def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     """The error on new tasks from weights that were learned in several ways."""
-    torch.manual_seed(seed)
-    start = nn.Sequential(
-        nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)
-    )
-    steps = 20 if small else 200
-
-    def run(lower: Any, method: Any, x: nn.Module, steps: int, seed: int, tasks: int = 8) -> Any:
-        data = bilevel.Episodes(task, tasks=tasks, start=lambda x: x)
-        problem = bilevel.Problem(loss, lower)
-        return bilevel.minimize(problem, x, x, method=method, data=data, steps=steps, seed=seed)
-
-    def adapted(x: nn.Module) -> float:
-        plain = bilevel.ITD(lower_lr=0.05, inner_steps=10, first_order=True)
-        result = run(loss, plain, x, 1, 1000 + seed, tasks=20 if small else 200)
-        return float(result.history["upper"][0])
+    start, steps = perceptron(seed, 1, 40, 40, 1), 20 if small else 200
 
     def together() -> nn.Module:
         net, generator = copy.deepcopy(start), torch.Generator().manual_seed(seed)
@@ -79,8 +90,8 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
 
     maml = bilevel.ITD(lower_lr=0.05, inner_steps=5)
     return {
-        "iMAML": adapted(run(pulled, "f2sa", start, steps, seed).x),
-        "untrained weights": adapted(start),
-        "trained on all tasks": adapted(together()),
-        "MAML, unrolled": adapted(run(loss, maml, start, steps, seed).x),
+        "iMAML": solve(seed, small=small),
+        "untrained weights": adapted(start, seed, small),
+        "trained on all tasks": adapted(together(), seed, small),
+        "MAML, unrolled": adapted(run(loss, maml, start, steps, seed).x, seed, small),
     }

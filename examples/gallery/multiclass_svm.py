@@ -21,7 +21,8 @@ ahead of the grid. To save time the digits have 14 x 14 pixels.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,59 +31,65 @@ import bilevel
 
 from ._digits import Batch, digits, error
 
+
+def pictures(seed: int, small: bool) -> list[Batch]:
+    """Digits to train on, held-out ones and those of the test, with others beside them."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = digits(seed, *((200, 300) if small else (300, 500)), small=small, side=14)
+    others = [images[torch.randperm(len(images), generator=generator)] for images, _ in parts]
+    return [(torch.cat([a, b], -1).flatten(1), c) for (a, c), b in zip(parts, others, strict=True)]
+
+
+def hinge(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    """The squared hinge loss, to which the right class itself adds a constant 1."""
+    scores = batch[0] @ y
+    right = scores.gather(1, batch[1][:, None])
+    return ((1 + scores - right).clamp_min(0) ** 2).sum(1).mean()
+
+
+def ridged(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    """The same with a ridge for each column of the picture."""
+    columns = (y**2).sum(1).reshape(-1, len(x)).sum(0)
+    return hinge(x, y, batch) + (x.exp() * columns).sum()
+
+
+def fitted(x: Tensor, train: Batch) -> Tensor:
+    """The classifier with these strengths."""
+    g, y0 = partial(ridged, batch=train), torch.zeros(train[0].shape[1], 10)
+    return cast(Tensor, bilevel.argmin(g, x, y0, tolerance=1e-4, steps=3000))
+
+
+def tested(x: Tensor, train: Batch, test: Batch) -> float:
+    """The test error with these strengths."""
+    y = fitted(x, train)
+    return error(lambda images: images @ y, test)
+
+
+def solve(seed: int = 0, *, small: bool = False, method: str = "f2sa") -> float:
+    """The same with those that a method finds."""
+    train, held_out, test = pictures(seed, small)
+    x0, y0 = torch.full((16 if small else 28,), -1.0), torch.zeros(train[0].shape[1], 10)
+    problem = bilevel.Problem(hinge, ridged, x_set=bilevel.sets.Box(-4, 5))  # as the grid
+    data: dict[str, Any] = {"upper_data": held_out, "lower_data": train, "select": "best"}
+    found = bilevel.minimize(problem, x0, y0, method=method, steps=20 if small else 40, **data)
+    return tested(found.x, train, test)
+
+
+# --- what it is compared with ---------------------------------------------------------------------
+
 MEASURE = "test error, %"
 BETTER = min
 
 
 def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     """The test error with strengths that were learned, with one from a grid, and by default."""
-    sizes = (200, 300) if small else (300, 500)
-    generator = torch.Generator().manual_seed(seed)
-
-    def beside_others(images: Tensor) -> Tensor:
-        others = images[torch.randperm(len(images), generator=generator)]
-        return torch.cat([images, others], -1).flatten(1)
-
-    parts = digits(seed, *sizes, small=small, side=14)
-    train, held_out, test = ((beside_others(images), labels) for images, labels in parts)
-    wide = 2 * parts[0][0].shape[-1]
-    pixels = train[0].shape[1]
-
-    def hinge(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        scores = batch[0] @ y
-        right = scores.gather(1, batch[1][:, None])
-        # the right class itself adds a constant 1
-        return ((1 + scores - right).clamp_min(0) ** 2).sum(1).mean()
-
-    def ridged(x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        columns = (y**2).sum(1).reshape(-1, wide).sum(0)
-        return hinge(x, y, batch) + (x.exp() * columns).sum()
-
-    problem = bilevel.Problem(hinge, ridged, x_set=bilevel.sets.Box(-4, 5))  # as the grid
-    start, zeros = torch.full((wide,), -1.0), torch.zeros(pixels, 10)
-    options: dict[str, Any] = {"upper_data": held_out, "lower_data": train, "select": "best"}
-
-    def fitted(x: Tensor) -> Tensor:
-        y: Tensor = bilevel.argmin(
-            lambda x, y: ridged(x, y, train), x, zeros, tolerance=1e-4, steps=3000
-        )
-        return y
-
-    def searched(method: str) -> Tensor:
-        steps = 20 if small else 40
-        result = bilevel.minimize(problem, start, zeros, method=method, steps=steps, **options)
-        x: Tensor = result.x
-        return x
-
-    def judged(x: Tensor) -> float:
-        y = fitted(x)
-        return error(lambda images: images @ y, test)
-
-    grid = [torch.full((wide,), s) for s in torch.linspace(-4, 5, 4 if small else 13).tolist()]
-    best = min(grid, key=lambda x: float(hinge(x, fitted(x), held_out)))
+    train, held_out, test = pictures(seed, small)
+    x0 = torch.zeros(16 if small else 28)
+    grid = [torch.full_like(x0, s) for s in torch.linspace(-4, 5, 4 if small else 13).tolist()]
+    best = min(grid, key=lambda x: float(hinge(x, fitted(x, train), held_out)))
     return {
-        "a strength per column": judged(searched("f2sa")),
-        "one strength, 1 / n": judged(torch.full((wide,), -math.log(len(train[0])))),
-        "the best strength of a grid": judged(best),
-        "a strength per column, by AID": judged(searched("aid")),
+        "a strength per column": solve(seed, small=small),
+        "one strength, 1 / n": tested(torch.full_like(x0, -math.log(len(train[0]))), train, test),
+        "the best strength of a grid": tested(best, train, test),
+        "a strength per column, by AID": solve(seed, small=small, method="aid"),
     }

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +32,9 @@ from torch.nn import functional
 
 import bilevel
 
-MEASURE = "accuracy on new characters, 5-way, %"
-BETTER = max
+from ._digits import until
+
 WAYS, ASKED, TASKS, PULL, SIDE = 5, 5, 8, 0.05, 14
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    """What moves x."""
-    return torch.optim.Adam(params, lr=1e-2)
-
-
-MAML = bilevel.ITD(lower_lr=0.4, inner_steps=3, upper_optimizer=adam)
-F2SA = bilevel.F2SA(lower_lr=0.4, inner_steps=3, multiplier=3.0, upper_optimizer=adam)
 
 
 def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,8 +46,7 @@ def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
         drawn = nn.Upsample(scale_factor=(1, 2, 2))(blots) + 3 * noise
         return drawn[:100], drawn[100:]
     images, _, new = bilevel.data.omniglot()
-    pooled = functional.avg_pool2d(images.flatten(0, 1)[:, None].float(), 2)
-    pooled = torch.unflatten(pooled, 0, images.shape[:2])
+    pooled = functional.avg_pool2d(images.float(), 2)[:, :, None]
     return pooled[~new], pooled[new]
 
 
@@ -71,25 +63,16 @@ def task_of(images: Tensor, shots: int) -> Callable[[torch.Generator], Any]:
     return task
 
 
+def layer(channels: int) -> list[nn.Module]:
+    """A convolution that halves the image."""
+    norm = nn.BatchNorm2d(16, track_running_stats=False)
+    return [nn.Conv2d(channels, 16, 3, stride=2, padding=1), norm, nn.ReLU()]
+
+
 def network() -> nn.ModuleDict:
     """Three convolutions, and a layer for the characters of a task."""
-    layers: list[nn.Module] = []
-    for channels in (1, 16, 16):
-        norm = nn.BatchNorm2d(16, track_running_stats=False)
-        layers += [nn.Conv2d(channels, 16, 3, stride=2, padding=1), norm, nn.ReLU()]
-    return nn.ModuleDict(
-        {"body": nn.Sequential(*layers, nn.Flatten()), "head": nn.Linear(64, WAYS)}
-    )
-
-
-def whole(x: nn.ModuleDict) -> nn.Module:
-    """What MAML adapts."""
-    return x
-
-
-def last(x: nn.ModuleDict) -> nn.Module:
-    """What ANIL adapts."""
-    return x["head"]
+    body = nn.Sequential(*layer(1), *layer(16), *layer(16), nn.Flatten())
+    return nn.ModuleDict({"body": body, "head": nn.Linear(64, WAYS)})
 
 
 def upper(x: nn.ModuleDict, y: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,16 +83,63 @@ def upper(x: nn.ModuleDict, y: Any, batch: Any) -> tuple[Tensor, dict[str, Tenso
     return functional.cross_entropy(scores, batch[1]), {"accuracy": accuracy}
 
 
-def plain(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
-    """The loss alone."""
-    return upper(x, y, batch)[0]
-
-
 def pulled(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
     """The loss with a pull of y back to x."""
     start = x["head"] if isinstance(y, nn.Linear) else x
     from_x, to_y = (nn.utils.parameters_to_vector(part.parameters()) for part in (start, y))
-    return plain(x, y, batch) + PULL * ((to_y - from_x) ** 2).sum()
+    return upper(x, y, batch)[0] + PULL * ((to_y - from_x) ** 2).sum()
+
+
+ADAM = partial(torch.optim.Adam, lr=1e-2)  # moves x
+F2SA = bilevel.F2SA(lower_lr=0.4, inner_steps=3, multiplier=3.0, upper_optimizer=ADAM)
+
+
+class Way(NamedTuple):
+    """A way to learn x: with how many shots, what is adapted, and how."""
+
+    shots: int = 5
+    start: Any = itemgetter("head")
+    method: Any = F2SA
+    lower: Any = pulled
+
+
+ANIL = Way()
+
+
+def run(way: Way, x: Any, images: Tensor, tasks: int, **options: Any) -> Any:
+    """Steps on tasks with these characters."""
+    data = bilevel.Episodes(task_of(images, way.shots), tasks, way.start)
+    problem, y0 = bilevel.Problem(upper, way.lower), way.start(x)
+    return bilevel.minimize(problem, x, y0, method=way.method, data=data, **options)
+
+
+def judged(way: Way, x: Any, new: Tensor, tasks: int) -> float:
+    """The accuracy on new characters: the first step of a run is judged before x moves."""
+    return float(run(way, x, new, tasks, steps=1).history["upper/accuracy"][0])
+
+
+def solve(seed: int = 0, *, small: bool = False, way: Way = ANIL) -> float:
+    """The same with the initial weights that were learned."""
+    (known, new), (steps, tested) = drawings(small, seed), (6, 10) if small else (100_000, 100)
+    torch.manual_seed(seed)
+    x = run(way, network(), known, TASKS, steps=steps, record_every=6, callback=until(20.0)).x
+    return judged(way, x, new, tested)
+
+
+# --- what it is compared with ---------------------------------------------------------------------
+
+MEASURE = "accuracy on new characters, 5-way, %"
+BETTER = max
+
+
+def whole(x: nn.ModuleDict) -> nn.Module:
+    """What MAML adapts."""
+    return x
+
+
+def plain(x: nn.ModuleDict, y: Any, batch: Any) -> Tensor:
+    """The loss alone."""
+    return upper(x, y, batch)[0]
 
 
 def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> None:
@@ -124,45 +154,27 @@ def pretrain(x: nn.ModuleDict, images: Tensor, seconds: float, steps: int) -> No
         optimizer.step()
 
 
-def run(x: Any, method: Any, tasks: Any, steps: int, seconds: float) -> Any:
-    """Steps on tasks, until the time is over."""
-    end = time.process_time() + seconds
-    return bilevel.minimize(
-        bilevel.Problem(upper, plain if method is MAML else pulled),
-        x,
-        tasks.start(x),
-        method=method,
-        data=tasks,
-        steps=steps,
-        record_every=min(steps, 10),  # the callback sees the steps that are recorded
-        callback=lambda solver, info: time.process_time() > end,
-    )
-
-
 def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     """The accuracy of each way to come by initial weights."""
-    seconds, steps, tested = (60.0, 6, 10) if small else (20.0, 100_000, 100)
-    known, new = drawings(small, seed)
-    found = {}
-    for name, shots, method, start in (
-        ("ANIL (F2SA), 5 shots", 5, F2SA, last),
-        ("untrained weights, 5 shots", 5, None, whole),
-        ("trained on all characters, 5 shots", 5, None, whole),
-        ("MAML (ITD), 5 shots", 5, MAML, whole),
-        ("iMAML (F2SA), 5 shots", 5, F2SA, whole),
-        ("ANIL (F2SA), 1 shot", 1, F2SA, last),
-        ("untrained weights, 1 shot", 1, None, whole),
-        ("MAML (ITD), 1 shot", 1, MAML, whole),
-    ):
+    maml = bilevel.ITD(lower_lr=0.4, inner_steps=3, upper_optimizer=ADAM)
+
+    def without(shots: int, *, trained: bool = False) -> float:
         torch.manual_seed(seed)
-        x = network()
-        if method is not None:
-            tasks = bilevel.Episodes(task_of(known, shots), TASKS, start)
-            x = run(x, method, tasks, steps, seconds).x
-        elif name.startswith("trained"):
-            pretrain(x, known, seconds, steps)
-        # the first step of a run is judged before x moves
-        tasks = bilevel.Episodes(task_of(new, shots), tested, start)
-        judged = run(x, method or F2SA, tasks, 1, seconds).history
-        found[name] = float(judged["upper/accuracy"][0])
-    return found
+        x, (known, new) = network(), drawings(small, seed)
+        if trained:
+            pretrain(x, known, 20.0, 6 if small else 100_000)
+        return judged(Way(shots, whole), x, new, 10 if small else 100)
+
+    def learned(*way: Any) -> float:
+        return solve(seed, small=small, way=Way(*way))
+
+    return {
+        "ANIL (F2SA), 5 shots": learned(),
+        "untrained weights, 5 shots": without(5),
+        "trained on all characters, 5 shots": without(5, trained=True),
+        "MAML (ITD), 5 shots": learned(5, whole, maml, plain),
+        "iMAML (F2SA), 5 shots": learned(5, whole),
+        "ANIL (F2SA), 1 shot": learned(1),
+        "untrained weights, 1 shot": without(1),
+        "MAML (ITD), 1 shot": learned(1, whole, maml, plain),
+    }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bilevel.engine.stacked import convolutions
 from bilevel.engine.stacked.layers import SideBySide
 
 TASKS, SAMPLES = 3, 2
@@ -39,17 +40,47 @@ def check(function: Callable[..., Tensor], *tensors: Tensor) -> None:
         torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
 
 
+@pytest.fixture(params=["groups", "rows", "one by one"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How convolutions are evaluated, whatever the processor is."""
+    chosen: str = request.param
+    monkeypatch.setattr(convolutions, "HAS_GROUPS", chosen == "groups")
+    if chosen == "one by one":
+        monkeypatch.setattr(convolutions, "MOST_GATHERED", 0)
+    return chosen
+
+
+def kinds(values: Tensor) -> list[str]:
+    """The names of the operations behind values, forwards and backwards."""
+    seen, left = [], [values.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            seen.append(node.name())
+            left += [before for before, _ in node.next_functions]
+    return seen
+
+
+def test_each_way_is_made_of_what_it_says(way: str) -> None:
+    with SideBySide():
+        found = torch.vmap(torch.conv2d)(stack(SAMPLES, 4, 5, 5), stack(5, 4, 3, 3))
+    single = sum("ConvolutionBackward" in name for name in kinds(found))
+    assert single == {"groups": 1, "rows": 0, "one by one": TASKS}[way]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"stride": 2, "padding": 1},
+        {"stride": 3, "padding": 2, "dilation": 2},
+        {"stride": [4], "padding": [1], "dilation": [1]},
         {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
     ],
 )
 @pytest.mark.parametrize("channels", [1, 4, 8])
-def test_convolutions(channels: int, options: dict[str, Any], bias: bool) -> None:
+def test_convolutions(channels: int, options: dict[str, Any], bias: bool, way: str) -> None:
     images = stack(SAMPLES, channels, 7, 6, gradient=channels != 1)
     kernels, shift = stack(5, channels, 3, 2), stack(5)
 
@@ -69,6 +100,23 @@ def test_what_is_left_to_torch(options: dict[str, Any]) -> None:
     check(lambda a, b: torch.conv2d(a, b, **options), stack(4, 5, 5), kernels)
 
 
+def test_what_does_not_fit_is_said_by_torch(way: str) -> None:
+    for kernels in (stack(4, 3, 3, 3), stack(4, 2, 9, 9)):
+        with SideBySide(), pytest.raises(RuntimeError, match=r"channels|greater than actual input"):
+            torch.vmap(torch.conv2d)(stack(SAMPLES, 2, 5, 5), kernels)
+
+
+def test_types_of_numbers_are_chosen_by_torch(way: str) -> None:
+    images, kernels = stack(SAMPLES, 4, 5, 5).detach(), stack(3, 4, 3, 3).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        known = torch.vmap(torch.conv2d)(images.float(), kernels.float())
+        with SideBySide():
+            found = torch.vmap(torch.conv2d)(images.float(), kernels.float())
+    torch.testing.assert_close(found, known)
+    with SideBySide(), pytest.raises(RuntimeError, match="type"):
+        torch.vmap(torch.conv2d)(images.float(), kernels)
+
+
 @pytest.mark.parametrize(
     "pool",
     [
@@ -82,7 +130,7 @@ def test_pools(pool: Callable[[Tensor], Tensor]) -> None:
     check(pool, stack(SAMPLES, 4, 7, 6))
 
 
-def test_a_network_of_all_kinds() -> None:
+def test_a_network_of_all_kinds(way: str) -> None:
     images = stack(SAMPLES, 1, 12, 12, gradient=False)
     tensors = [stack(*shape) for shape in ((6, 1, 3, 3), (6,), (4, 6, 3, 3), (4,), (2, 16))]
 
@@ -113,3 +161,14 @@ def test_patches_are_those_of_the_present_images() -> None:
     images.mul_(3)
     convolved(images)
     convolved(other)
+
+
+def test_rows_of_hidden_layers_are_not_kept(way: str) -> None:
+    """Where nothing is differentiated they have no gradient either."""
+    images, hidden = stack(SAMPLES, 1, 5, 5, gradient=False), stack(SAMPLES, 4, 5, 5)
+    kept, mode = convolutions.Convolutions(), SideBySide()
+    mode._rules[torch.conv2d] = kept
+    with torch.no_grad(), mode:
+        torch.vmap(torch.conv2d)(images, stack(2, 1, 3, 3))
+        torch.vmap(torch.conv2d)(hidden, stack(2, 4, 3, 3))
+    assert [of.shape for of, _, _ in kept._kept] == [images.shape] * (way != "one by one")

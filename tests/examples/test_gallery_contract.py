@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.docs.pages import DOCS, load_script
@@ -133,6 +134,37 @@ def test_a_fingerprint_is_that_of_the_code_alone() -> None:
     )
 
 
+SOLVING = [name for name in NAMES if hasattr(runner.module(name), "solve")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stands_before_a_comparison_is_what_solves(name: str) -> None:
+    source = (runner.FOLDER / f"{name}.py").read_text()
+    alone = lines.without_comparison(source)
+    assert (lines.COMPARISON in source) == (name in SOLVING)
+    if name in SOLVING:
+        assert "def solve(" in alone
+        assert "def compare(" not in alone
+        assert "solve(" in source.removeprefix(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOLVING)
+def test_what_stands_before_a_comparison_runs_by_itself(name: str) -> None:
+    pytest.importorskip("sklearn")
+    source = (runner.FOLDER / f"{name}.py").read_text()
+    alone: dict[str, Any] = {
+        "__package__": "examples.gallery",
+        "__name__": "examples.gallery.alone",
+    }
+    exec(compile(lines.without_comparison(source), name, "exec"), alone)
+    found, known = (
+        np.asarray(way(small=True)) for way in (alone["solve"], runner.module(name).solve)
+    )
+    assert np.array_equal(found, known)
+    assert np.isfinite(found).all()
+
+
 def test_the_runner_says_which_examples_there_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +236,9 @@ def test_lengths_of_others_stand_beside_ours(texts: Any, tmp_path: Path) -> None
     made = {"repository": "a/b", "commit": "0" * 40, "file": "c.py", "lines": 50}
     texts.PEERS.write_text(json.dumps([made | {"ours": "one"}, made | {"ours": "none"}]))
     text = texts.lines_text("pages", "a/b")
-    assert "- 50\n     - :doc:`A title </pages/one>`\n     - 2\n" in text
+    assert "- 50\n     - :doc:`A title </pages/one>`\n     - 2\n     - 2\n" in text
+    compared = f"X = 1\n{lines.COMPARISON} ---\nY = 2\n"
+    (tmp_path / "one.py").write_text((tmp_path / "one.py").read_text() + compared)
+    assert "     - 3\n     - 4\n" in texts.lines_text("pages", "a/b")
     assert "not there yet" in text
     assert "c.py" not in texts.lines_text("pages", "another/one")

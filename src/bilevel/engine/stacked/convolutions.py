@@ -1,16 +1,19 @@
 """Convolutions and pools of several tasks on a CPU, in the layout that suits them.
 
 The rule of ``torch.vmap`` for convolutions is a grouped one, with the channels of a pixel far apart
-in memory and with its bias added afterwards, which takes up to twice as long. Here the channels of
-all tasks lie side by side for every pixel, from layer to layer without a copy; pools take them for
-the channels of one image, which is several times as fast. A first layer, whose few channels are
-data without a gradient, is a product of matrices for each task; its patches are the same in all
-inner steps, and are kept.
+in memory. On processors for which oneDNN makes kernels with groups, the channels of all tasks lie
+side by side for every pixel, from layer to layer without a copy. On others groups take longer than
+the tasks one after another; there the numbers that a pixel of the result depends on are gathered
+into a row, and the rows of all tasks meet their kernels in one batched product of matrices. So are
+those of a first layer everywhere, whose few channels are data without a gradient: its rows are the
+same in all inner steps, and are kept. Pools take the channels of all tasks for those of one image,
+which is several times as fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,29 +22,45 @@ from torch.nn import functional
 
 from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interpreter_stack
 
+HAS_GROUPS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+"""Whether oneDNN has kernels with groups for this processor."""
+
 FEW = 32
-"""As many numbers as a pixel of the result may depend on for a convolution to be a product."""
+"""As many numbers as a pixel may depend on for a layer to be a first one, whose images are data."""
+
+MOST_GATHERED = 1 << 25
+"""As many numbers as the rows of a layer may have, of which its images have a ninth or so; with
+more they cost more memory than time is saved."""
 
 KEPT = 2
-"""How many sets of patches are kept: a step sees the lower and the upper batch."""
+"""How many sets of rows are kept: a step sees the lower and the upper batch."""
 
 POOLS = (functional.max_pool2d, torch.max_pool2d, functional.avg_pool2d)
 """What treats every channel alike."""
 
 
 class Window(NamedTuple):
-    """The options of a convolution, as ``torch.conv2d`` takes them."""
+    """What a pixel of the result sees; each is a pair, for rows and for columns."""
 
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
+    size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    def result(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many rows and columns the result has, of images (..., rows, columns, channels)."""
+        high, wide = (
+            (length + 2 * p - d * (k - 1) - 1) // s + 1
+            for length, k, s, p, d in zip(shape[-3:-1], *self, strict=True)
+        )
+        return high, wide
 
 
 class Convolutions:
-    """``torch.conv2d`` of all tasks, with the patches of the first layers kept."""
+    """``torch.conv2d`` of all tasks, with the rows of the first layers kept."""
 
     def __init__(self) -> None:
-        self._patches: list[tuple[Tensor, Any, Tensor]] = []
+        self._kept: list[tuple[Tensor, Any, Tensor]] = []
 
     def __call__(
         self,
@@ -57,42 +76,51 @@ class Convolutions:
         found = behind(input, weight) if bias is None else behind(input, weight, bias)
         if found is None or None in found.places or input.device.type != "cpu":
             return None
-        if groups != 1 or isinstance(padding, str) or input.ndim != 4:
+        if groups != 1 or isinstance(padding, str) or input.ndim != 4 or _mixed(input, weight):
             return None
-        window = Window(stride, padding, dilation)
-        images, place = found.tensors[0], found.places[0]
-        assert place is not None
+        window = Window(weight.shape[2:], *map(_pair, (stride, padding, dilation)))
         with temporarily_pop_interpreter_stack():
-            kernels = found.stacked(1)
+            images, kernels = found.stacked(0), found.stacked(1)
             shift = None if bias is None else found.stacked(2)
-            if kernels[0, 0].numel() <= FEW and not images.requires_grad:
-                rows, shape = self._rows(images, place, kernels.shape[3:], window)
-                made = _product(rows, shape, kernels, shift)
+            pixels = images.permute(0, 1, 3, 4, 2)
+            result = window.result(pixels.shape)
+            if min(*result, len(images[0])) < 1:  # which torch refuses, or not, in its own words
+                return None
+            first = kernels[0, 0].numel() <= FEW and not images.requires_grad
+            if HAS_GROUPS and not first:
+                made = _grouped(images, kernels, shift, window)
+            elif kernels[:, 0].numel() * images.shape[1] * result[0] * result[1] > MOST_GATHERED:
+                made = _one_by_one(images, kernels, shift, window)
             else:
-                made = _grouped(found.stacked(0, 1), kernels, shift, window)
-        return found.shown(made, 1)
+                rows: Any = (
+                    self._rows(found.tensors[0], pixels, window)
+                    if first
+                    else _Rows.apply(pixels, window)  # type: ignore[no-untyped-call]
+                )
+                product: Any = _Product.apply(rows, kernels, shift)  # type: ignore[no-untyped-call]
+                made = torch.unflatten(product, 1, (-1, *result)).permute(0, 1, 4, 2, 3)
+        return found.shown(made, 0)
 
-    def _rows(
-        self, images: Tensor, place: int, size: torch.Size, window: Window
-    ) -> tuple[Tensor, tuple[int, ...]]:
-        """The patches, (tasks, samples x pixels, numbers), and how many samples, rows, columns."""
-        lengths = images.movedim(place, 0).shape[-2:]
-        options = [[o] * 2 if isinstance(o, int) else list(o) for o in window]
-        high, wide = (
-            (length + 2 * p - d * (k - 1) - 1) // s + 1
-            for length, k, s, p, d in zip(lengths, size, *options, strict=True)
-        )
-        key = images._version, place, size, window
-        found = (rows for of, its, rows in self._patches if of is images and its == key)
-        rows = next(found, None)
-        if rows is None:
-            stacked = images.movedim(place, 0)
-            patches = functional.unfold(
-                stacked.flatten(0, 1), size, window.dilation, window.padding, window.stride
-            )
-            rows = torch.unflatten(patches, 0, stacked.shape[:2]).transpose(2, 3).flatten(1, 2)
-            self._patches = [*self._patches[1 - KEPT :], (images, key, rows)]
-        return rows, (rows.shape[1] // (high * wide), high, wide)
+    def _rows(self, given: Tensor, pixels: Tensor, window: Window) -> Tensor:
+        """The rows of data, of which ``pixels`` is a view."""
+        key = given._version, pixels.shape, pixels.stride(), window
+        found = next((rows for of, its, rows in self._kept if of is given and its == key), None)
+        if found is None:
+            found = _gather(pixels, window)
+            self._kept = [*self._kept[1 - KEPT :], (given, key, found)]
+        return found
+
+
+def _pair(option: Any) -> Sequence[int]:
+    """An option of ``torch.conv2d`` for rows and for columns."""
+    numbers = [option] if isinstance(option, int) else list(option)
+    return numbers * 2 if len(numbers) == 1 else numbers
+
+
+def _mixed(images: Tensor, kernels: Tensor) -> bool:
+    """Whether torch has to choose a type of numbers, or to say what does not fit."""
+    unlike = images.dtype != kernels.dtype or images.shape[1] != kernels.shape[1]
+    return unlike or torch.is_autocast_enabled("cpu")
 
 
 def pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: Any) -> Any:
@@ -107,22 +135,107 @@ def pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: An
     return found.shown(made, 1)
 
 
-def _product(rows: Tensor, shape: tuple[int, ...], kernels: Tensor, shift: Tensor | None) -> Tensor:
-    """The patches of each task times its kernels; the result is (samples, tasks, channels, ...)."""
-    columns = kernels.flatten(2).transpose(1, 2)
-    found = rows @ columns if shift is None else torch.baddbmm(shift[:, None], rows, columns)
-    by_pixel = torch.unflatten(found, 1, shape).permute(1, 2, 3, 0, 4).contiguous()
-    return by_pixel.permute(0, 3, 4, 1, 2)
-
-
 def _grouped(images: Tensor, kernels: Tensor, shift: Tensor | None, window: Window) -> Tensor:
-    """One convolution with a group for each task, from and to (samples, tasks, channels, ...)."""
+    """One convolution with a group for each task."""
     side_by_side = torch.channels_last
     found = torch.conv2d(
-        images.flatten(1, 2).contiguous(memory_format=side_by_side),
+        images.transpose(0, 1).flatten(1, 2).contiguous(memory_format=side_by_side),
         kernels.flatten(0, 1).contiguous(memory_format=side_by_side),
         None if shift is None else shift.flatten(),
-        *window,
+        *window[1:],
         len(kernels),
     )
-    return torch.unflatten(found, 1, (len(kernels), -1))
+    return torch.unflatten(found, 1, (len(kernels), -1)).transpose(0, 1)
+
+
+def _one_by_one(images: Tensor, kernels: Tensor, shift: Tensor | None, window: Window) -> Tensor:
+    """The convolutions of the tasks, one after another."""
+    shifts = [None] * len(kernels) if shift is None else shift.unbind()
+    given = zip(images.unbind(), kernels.unbind(), shifts, strict=True)
+    return torch.stack([torch.conv2d(*of_one, *window[1:]) for of_one in given])
+
+
+class _Product(torch.autograd.Function):
+    """The rows of each task times its kernels; in memory (pixels, tasks, channels)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kernels: Tensor, shift: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, kernels)
+        columns = kernels.permute(0, 3, 4, 2, 1).flatten(1, 3)
+        made = rows.new_empty(rows.shape[1], len(rows), kernels.shape[1]).transpose(0, 1)
+        torch.bmm(rows, columns, out=made)
+        return made if shift is None else made.add_(shift[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, kernels = ctx.saved_tensors
+        by_window = kernels.permute(0, 1, 3, 4, 2)
+        of_kernels = (grad.transpose(1, 2) @ rows).view(by_window.shape).permute(0, 1, 4, 2, 3)
+        of_rows = grad @ by_window.flatten(2) if ctx.needs_input_grad[0] else None
+        return of_rows, of_kernels, grad.sum(1) if ctx.needs_input_grad[2] else None
+
+
+def _padded(shape: Sequence[int], like: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Zeros in place of padded images, and the part of them without the padding."""
+    tasks, samples, high, wide, channels = shape
+    above, left = window.padding
+    around = like.new_zeros(tasks, samples, high + 2 * above, wide + 2 * left, channels)
+    return around, around[:, :, above : above + high, left : left + wide]
+
+
+def _seen(around: Tensor, shape: Sequence[int], window: Window, apart: Sequence[int]) -> Tensor:
+    """A view of padded images: what windows so far apart see, in this shape."""
+    task, sample, row, column, _ = around.stride()
+    lower, further = window.dilation
+    strides = apart[0] * row, apart[1] * column, lower * row, further * column
+    return around.as_strided(shape, (task, sample, *strides, 1), around.storage_offset())
+
+
+def _gather(pixels: Tensor, window: Window) -> Tensor:
+    """(tasks, samples, rows, columns, channels) to (tasks, pixels of the result, numbers)."""
+    around, inside = _padded(pixels.shape, pixels, window)
+    inside.copy_(pixels)
+    shape = *pixels.shape[:2], *window.result(pixels.shape), *window.size, pixels.shape[-1]
+    return _seen(around, shape, window, window.stride).flatten(4).flatten(1, 3)
+
+
+def _overlay(rows: Tensor, shape: torch.Size, window: Window) -> Tensor:
+    """The transpose of :func:`_gather`: what each pixel has in all rows, added up.
+
+    Windows that do not overlap are added at once.
+    """
+    around, inside = _padded(shape, rows, window)
+    parts = rows.view(*shape[:2], *window.result(shape), *window.size, shape[-1])
+    every = [d * (k - 1) // s + 1 for k, s, _, d in zip(*window, strict=True)]
+    down, right = window.stride
+    for i, j in itertools.product(*map(range, every)):
+        part = parts[:, :, i :: every[0], j :: every[1]]
+        origin = around[:, :, i * down :, j * right :]
+        _seen(origin, part.shape, window, (down * every[0], right * every[1])).add_(part)
+    return inside
+
+
+class _Rows(torch.autograd.Function):
+    """:func:`_gather`, which torch would differentiate number by number."""
+
+    @staticmethod
+    def forward(ctx: Any, pixels: Tensor, window: Window) -> Tensor:
+        ctx.shape, ctx.window = pixels.shape, window
+        return _gather(pixels, window)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Overlaid.apply(grad, ctx.shape, ctx.window), None  # type: ignore[no-untyped-call]
+
+
+class _Overlaid(torch.autograd.Function):
+    """:func:`_overlay`; it and :class:`_Rows` are linear, each the derivative of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shape: torch.Size, window: Window) -> Tensor:
+        ctx.window = window
+        return _overlay(rows.contiguous(), shape, window)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Rows.apply(grad, ctx.window), None, None  # type: ignore[no-untyped-call]
