@@ -186,9 +186,9 @@ def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor
     tenth of its length, or of a step of 1/L; where both are zero, the unit of y is 1.
     """
     rounding: float = torch.finfo(of_g.dtype).eps ** 0.5
-    slope, unit = length(of_f), math.sqrt(len(of_g))
-    way = max(norm_of(y), length(of_g) / g)
-    if f * (way or unit) > rounding * slope:
+    slope, unit, size = length(of_f), math.sqrt(len(of_g)), norm_of(y)
+    way = max(size, length(of_g) / g)
+    if f * max(way, size or unit) > rounding * slope:  # from y = 0, f was measured over a unit
         return 10 * f / g
     return 10 * slope / g / max(way, rounding * unit)
 
