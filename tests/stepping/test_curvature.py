@@ -10,6 +10,7 @@ import torch
 import bilevel
 from bilevel.problems import Quadratic, WeightedLogistic
 from bilevel.stepping.curvature import Curvature, difference, slope_of
+from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
 
 
@@ -55,6 +56,28 @@ def test_a_linear_function_with_rounding_is_not_looked_at_from_ever_further_away
 
     Curvature(y, seed=0).refine(slope, y, 8)
     assert furthest < 1e6  # the first estimate is off by 10^4, and eight such factors are 10^32
+
+
+@pytest.mark.parametrize(
+    ("g", "least", "most"),
+    [
+        (lambda y: y.exp() - 10 * y, 2.0, 20.0),  # a step of 1 leads to e^9
+        (lambda y: y.exp() - 1e4 * y, 1e2, 1e4),  # and here to what is not finite
+        (lambda y: 0.5 * y * y - y, 1.0, 1.0),
+        (lambda y: 3 * y.abs() - y, 1.0, 1.0),
+    ],
+    ids=["steep", "overflow", "quadratic", "kink"],
+)
+def test_a_step_that_meets_more_raises_the_estimate_unless_at_a_kink(
+    g: Any, least: float, most: float
+) -> None:
+    x, y = (Variable.copy_of(torch.zeros(3), name) for name in "xy")
+    slope = slope_of(lambda x, y, b: g(y.value).sum(), x, [None])
+    curvature = Curvature(y, seed=0)
+    curvature.value = 1.0
+    curvature.hold_for_a_step(slope, Update(y, [None]), slope(y))
+    assert least <= curvature.value <= most
+    assert torch.equal(y.value, torch.zeros(3))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def test_the_lower_step_is_halved_where_g_rises_while_x_rests(
         self.value = 0.3  # it is 1, so that steps of 1 / 0.3 lead away from the minimum
 
     monkeypatch.setattr(Curvature, "refine", underestimate)
+    monkeypatch.setattr(Curvature, "hold_for_a_step", lambda *_: None)
     solver = sampled()
     infos = [solver.step() for _ in range(30)]
     assert infos[0].lower_lr > 2
@@ -137,6 +139,36 @@ def test_a_gradient_that_overflows_is_a_curvature_without_bound() -> None:
     assert policy.pace is not None
     policy.pace.rate = 0.0  # as after a gradient that is infinite
     assert policy._met() == float("inf")  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scheme", ["forward", "midpoint"])
+def test_y_may_start_where_g_is_flat_and_end_where_it_is_steep(
+    scheme: Any, dtype: torch.dtype
+) -> None:
+    """F is least at x = 1; the curvature of g is 5 there, and at the start a millionth of that."""
+    problem = bilevel.Problem(
+        lambda x, y, batch: ((y - 1) ** 2).sum(),
+        lambda x, y, batch: (torch.exp(5 * (y - x)) / 5 - y).sum(),
+    )
+    x0, y0 = torch.full((3,), 3.0, dtype=dtype), torch.zeros(3, dtype=dtype)
+    method = bilevel.F2SA(scheme=scheme)
+    result = bilevel.minimize(problem, x0, y0, method=method, steps=60)
+    torch.testing.assert_close(result.x, torch.ones(3, dtype=dtype), atol=0.02, rtol=0)
+
+
+def test_the_first_step_in_minibatches_does_not_lead_to_where_g_is_steep() -> None:
+    """The curvature of g is 1 at the start, by which y would go to 9, where it is e^9."""
+    problem = bilevel.Problem(
+        lambda x, y, batch: ((y - x) ** 2).sum(),
+        lambda x, y, batch: (torch.exp(y) - 10 * y * batch).mean(0).sum(),
+    )
+    solver = bilevel.Solver(
+        problem, torch.ones(3), torch.zeros(3), lower_data=TARGETS, batch_size=8
+    )
+    solver.step()
+    torch.testing.assert_close(solver.y, torch.full((3,), math.log(10)), atol=0.1, rtol=0)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,14 @@ def test_a_saddle_is_no_solution() -> None:
     start = 0.3 * torch.randn(6, generator=generator, dtype=torch.float64)
     found = _after(g, start, 0.1, 100)
     assert g(found) < 0.05 * g(torch.zeros(6, dtype=torch.float64))
+
+
+def test_a_step_to_where_g_is_steep_is_taken_again() -> None:
+    """At 0 the curvature is 1, by which the first step leads to 99, where it is e^99."""
+    found = _after(
+        lambda y: (torch.exp(y) - 100 * y).sum(), torch.zeros(2, dtype=torch.float64), 1.0, 30
+    )
+    torch.testing.assert_close(found, torch.full_like(found, math.log(100)), atol=1e-3, rtol=0)
 
 
 def test_what_is_remembered_of_a_large_variable_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ class EagerEvaluator(Evaluator):
     """Whether the next step runs compiled code alone, without random numbers and autograd."""
 
     metric_names: tuple[str, ...] = ()
-
     restart: Restart | None = None
 
     def __init__(
@@ -145,9 +144,13 @@ class EagerEvaluator(Evaluator):
             self._accumulate(phi, samples, done=self._mover(descent, read=False))
             descent.recentre()
             return
-        for samples in self.draw.inner_parts(phi.stencil.nodes, phi.shared):
-            self._differentiate(phi, samples)
-        self._move_copies(descent, read=False)
+        try:
+            for samples in self.draw.inner_parts(phi.stencil.nodes, phi.shared):
+                self._differentiate(phi, samples)
+            self._move_copies(descent, read=False)
+        except NonFiniteError:
+            if not descent.step_again():
+                raise
 
     def direction(self, phi: Phi, descent: Descent | None = None) -> Descent | None:
         nodes, shared = phi.stencil.nodes, phi.shared
@@ -299,9 +302,8 @@ class EagerEvaluator(Evaluator):
 
     def move(self, moves: Sequence[Move], *, averaged: bool = False) -> None:
         self._check.gradients([(m.variable, m.length) for m in moves], averaged=averaged)
-        bad = self._check.bad
         for m in moves:
-            m.update.apply(m.rate, m.gain, bad=bad)
+            m.update.apply(m.rate, m.gain, bad=self._check.bad)
 
     def average(self, parts: Sequence[tuple[Variable, list[Tensor]]]) -> None:
         self._check.average(parts)
@@ -465,9 +467,8 @@ class EagerEvaluator(Evaluator):
         if descent.pace is not None:
             descent.pace.move(descent.moves)
         else:
-            bad = self._check.bad
             for m in descent.moves:
-                m.update.apply(m.rate, m.gain, bad=bad)
+                m.update.apply(m.rate, m.gain, bad=self._check.bad)
         descent.recentre()
 
 

@@ -79,6 +79,15 @@ class Descent:
             self.phi.stencil.recentre(self.phi.points)
             self.centre.project()
 
+    def step_again(self) -> bool:
+        """Go back after a step that met a number that is not finite; False: none is known."""
+        for point in self.phi.points:
+            point.clear_grads()
+        if self.pace is None or not self.pace.step_again(self.moves):
+            return False
+        self.recentre()
+        return True
+
 
 Step: TypeAlias = "Callable[[Evaluator, Any, StepSizes], Info]"
 """The step of a method: its algorithm in the verbs of an :class:`Evaluator`."""

@@ -11,18 +11,23 @@ from torch import Tensor
 
 from bilevel.problem import Level, Objectives
 from bilevel.sampling import Rewind
+from bilevel.stepping.updates import Update
 from bilevel.variables import (
     Variable,
     buffers_kept,
     differentiate,
     flatten,
     frozen,
+    inner,
     length,
     unflatten_like,
 )
 
 WAY_OF_A_STEP = 1e-2
 """Of y: over less, a kink of g looks like a curvature without bound; steps go about as far."""
+
+SHORTENINGS = 16
+"""So many times a first step may be shortened, by ten at most: as far as double precision goes."""
 
 Slope: TypeAlias = Callable[[Variable], Tensor]
 """The gradient in a variable's leaves of one objective on one sample, flat."""
@@ -148,6 +153,28 @@ class Curvature:
             self.value = math.sqrt(found * self.value)
         else:
             self.value = max(found, 0.9 * self.value)
+
+    @torch.no_grad()
+    def hold_for_a_step(self, slope: Slope, update: Update, here: Tensor) -> None:
+        """Raise the estimate L until the next step of y, by 1/L, meets no more than that.
+
+        Nor may it meet a number that is not finite. Where g is like exp, it is flat at one end and
+        steep at the other. A kink is as steep however short the step is: then nothing is raised.
+        """
+        y, known = update.variable, self.value
+        start = [leaf.clone() for leaf in y.leaves]
+        for _ in range(SHORTENINGS if known > 0 else 0):
+            step = 1 / self.value
+            torch._foreach_add_(y.leaves, unflatten_like(here, y.leaves), alpha=-step)
+            update.project(y.leaves, step)
+            way, turn = flatten(y.leaves) - flatten(start), slope(y) - here
+            torch._foreach_copy_(y.leaves, start)
+            size = length(way)
+            met = inner(way, turn) / size / size if size else 0.0
+            if met <= 1.01 * self.value:  # rounding apart
+                return
+            self.value = min(10 * self.value, met)  # the first where the other is not a number
+        self.value = known
 
     def state_dict(self) -> dict[str, Any]:
         """The estimate and its vector."""

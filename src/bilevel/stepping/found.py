@@ -2,10 +2,11 @@
 
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
-step and one at every *look*. Where nothing is sampled, the steps of F2SA's copies follow from their
-path (:mod:`bilevel.stepping.pace`). Where the gradients of two samples disagree, what is left to
-gain is hidden in the noise; the step is then divided by sqrt(1 + n/10), where n counts the steps in
-that condition. It is halved for good where g rises at the lower solution while x rests.
+step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
+the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
+gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
+divided by sqrt(1 + n/10), where n counts the steps in that condition. It is halved for good where g
+rises at the lower solution while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -213,6 +214,9 @@ class FoundSizes(GivenSizes):
             if self._traits.raises and g.value > 0:
                 own = first_multiplier(g.value, f.value, y, here, upper(y))
                 n.multiplier = max(own, self._traits.least_multiplier)
+            if self.pace is None:  # which tests its steps
+                update = next(update for update in state.updates() if update.variable is y)
+                g.hold_for_a_step(lower, update, here)
         else:
             g.refine(lower, y, 1, noisy=noisy, here=here)
             if n.looks & (n.looks - 1) == 0:  # a power of two
@@ -338,13 +342,8 @@ class FoundSizes(GivenSizes):
             return 0.0
         # what y may have left to fall is of the order of the gap
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
-        if (
-            rose
-            and len(rises) == 1
-            and not self._settled
-            and slope <= 0.8 * n.promised
-            and rise <= excused
-        ):
+        follows = not self._settled and slope <= 0.8 * n.promised and rise <= excused
+        if rose and len(rises) == 1 and follows:
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
         lags = lags and not (self._noisy and rise < -SURE * error)
         if rose or steeper or lags:

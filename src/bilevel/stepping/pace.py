@@ -5,13 +5,13 @@ At each inner step the gradients at two points of the path give the curvature be
     L_t = ||d_t - d_{t-1}|| / ||w_t - w_{t-1}||,
 
 and the step is never longer than 1/L_t: that x has moved to where g is steeper is felt one inner
-step later. Between the steps the last ones are combined by Anderson acceleration
-(:mod:`bilevel.variables.anderson`), which follows long valleys: all copies with one length and in
-one combination, so that their difference obeys the same recursion. A combination that leads uphill,
-or from which the next steps are longer, is given up for the plain step; what is combined starts
-afresh there, where the length changes, and where x or y was moved in between. Inner steps go on
-until the copies have *settled*: what is left of their gradients is small beside ||grad_y f|| / lam,
-the pull that keeps y and z apart.
+step later. A step that led uphill is taken again from where it began, shorter. Between the steps
+the last ones are combined by Anderson acceleration (:mod:`bilevel.variables.anderson`), which
+follows long valleys: all copies with one length and in one combination, so that their difference
+obeys the same recursion. A combination that leads uphill, or from which the next steps are longer,
+is given up for the plain step; what is combined starts afresh there, where the length changes, and
+where x or y was moved in between. Inner steps go on until the copies have *settled*: what is left
+of their gradients is small beside ||grad_y f|| / lam, the pull that keeps y and z apart.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SETTLED = 0.3
 
 LONGEST = 3
 """An outer step has at most so many times T inner steps; then x rests, and the next one goes on."""
+
+SHORTEST = 0.1
+"""Of a step that led uphill: where g is steep at its end only, as exp is, 1/L is far too short."""
 
 
 class Moving(Protocol):
@@ -96,18 +99,24 @@ class Pace:
         gains = [float(m.gain) for m in moves]
         if any(gain != 1.0 for gain in gains):
             slopes *= slopes.new_tensor(gains)[:, None]
-        uphill = False
         if self._before is not None:
             old, before = self._before
             ways = points - old
             uphill = inner(ways, slopes + before) > 0  # by the trapezoidal rule
             rounding = torch.finfo(points.dtype).eps ** 0.5
             sizes = map(lengths, (ways, slopes - before, points))
-            for way, turn, size in zip(*sizes, strict=True):
+            shorter = [
+                way / turn
+                for way, turn, size in zip(*sizes, strict=True)
                 # of a shorter way the turn is mostly rounding
-                if turn * self.rate > way > rounding * size:
-                    self.rate = way / turn
-                    self._past.clear()
+                if turn * self.rate > way > rounding * size
+            ]
+            if uphill and (shorter or len(self._past) > 1):
+                self.step_again(moves, min(shorter, default=0.0))
+                return
+            if shorter:
+                self.rate = min(shorter)
+                self._past.clear()
         self._before = points, slopes
         for m in moves:
             m.update.apply(self.rate, m.gain)
@@ -116,7 +125,7 @@ class Pace:
         # not the gradients themselves, which do not vanish at the edge of a set
         self.settled = max(lengths(ways)) <= SETTLED * self._signal * self.rate
         self._taken += 1
-        if len(self._past) > 1 and (uphill or self._past.lengthened_by(ways.view(-1))):
+        if len(self._past) > 1 and self._past.lengthened_by(ways.view(-1)):
             ends = self._past.last
             self._past.clear()
         else:
@@ -125,6 +134,27 @@ class Pace:
         torch._foreach_copy_(leaves, unflatten_like(ends, leaves))
         for m in moves:
             m.update.project()
+
+    @torch.no_grad()
+    def step_again(self, moves: Sequence[Moving], rate: float = 0.0) -> bool:
+        """Go back and take the plain step in the place of a combination, or a shorter one.
+
+        That is one of length ``rate``, but of no less than a tenth of the last. Whether there was a
+        step in this outer step.
+        """
+        if self._before is None:
+            return False
+        if len(self._past) <= 1:
+            self.rate = max(SHORTEST * self.rate, rate)
+        self._past.clear()
+        self.settled = False
+        self._taken += 1
+        for m, point, slope in zip(moves, *self._before, strict=True):
+            copy = m.update.variable
+            torch._foreach_copy_(copy.leaves, unflatten_like(point, copy.leaves))
+            copy.set_grads(unflatten_like(slope / float(m.gain), copy.leaves))
+            m.update.apply(self.rate, m.gain)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """What an outer step that goes on needs of the last one."""
