@@ -124,6 +124,15 @@ def test_rounding_is_not_taken_for_a_curvature_of_f() -> None:
     assert first(1e-2) == pytest.approx(10 * 1e-2, rel=1e-3)
 
 
+def test_a_curved_f_is_not_taken_for_linear_where_y_starts_beside_its_solution() -> None:
+    """As in distillation, where y and the images that it is fitted to both start near zero."""
+    x0, y0 = torch.full((3,), 1e-6), torch.zeros(3)
+    problem = bilevel.Problem(
+        lambda x, y, b: ((y - 1) ** 2).sum(), lambda x, y, b: ((y - x) ** 2).sum()
+    )
+    assert float(bilevel.Solver(problem, x0, y0).step().multiplier) == pytest.approx(10, rel=1e-2)
+
+
 @pytest.mark.parametrize("scheme", ["forward", "midpoint", "central"])
 def test_copies_that_are_contracted_keep_the_direction(scheme: Any) -> None:
     """y - z is proportional to 1/lam, so that lam (g(y) - g(z)) stays as it is to first order."""
