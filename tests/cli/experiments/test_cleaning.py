@@ -254,7 +254,7 @@ def test_the_command_tunes_and_another_can_read_what_it_found(
         assert chosen_by_the_lowest_gap(choice)
     unfit = CliRunner().invoke(app, ["reproduce", "cleaning", "--settings", str(file)])
     assert unfit.exit_code == 1
-    assert "no settings of 'f2sa-paper'" in " ".join(unfit.stdout.split())
+    assert "no settings of 'f2sa-paper'" in " ".join(unfit.stderr.split())
 
 
 @pytest.mark.slow
