@@ -34,12 +34,19 @@ AHEAD = {
 }
 """The competitors that bilevel's way is ahead of, even at a small size."""
 
+SEEDS = {"learned_augmentation": 4}
+"""How many seeds are averaged; 1 where an example is not here.
+
+At a small size this one has 800 digits to test on, and two ways may err on equally many.
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", runner.names())
 def test_an_example_is_ahead_of_its_baselines(name: str) -> None:
     module = runner.module(name)
-    found = module.compare(small=True)
+    runs = [module.compare(seed, small=True) for seed in range(SEEDS.get(name, 1))]
+    found = {way: sum(run[way] for run in runs) / len(runs) for way in runs[0]}
     assert len(found) >= 2
     assert all(math.isfinite(value) for value in found.values())
     ours = next(iter(found.values()))
