@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -336,6 +337,21 @@ def test_a_function_without_a_minimum_is_told() -> None:
 def test_what_is_no_function_of_x_and_y_is_refused(function: Any, message: str) -> None:
     with pytest.raises(ObjectiveError, match=message):
         bilevel.fixed_point(function, torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [lambda y: y, lambda y: {"y": (y,)}], ids=["tensor", "tree"])
+def test_draws_that_torch_knows_nothing_of_are_noticed(shape: Any) -> None:
+    rng = np.random.default_rng(0)
+    x = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ObjectiveError, match=r"g\(x, y\) draws at random"):
+        bilevel.argmin(lambda x, y: (1 + 0.1 * rng.normal()) * ((y - x) ** 2).sum(), x, 0 * x)
+
+    def phi(x: Tensor, y: Any) -> Any:
+        inside = y if isinstance(y, Tensor) else y["y"][0]
+        return shape(0.5 * inside + x + 0.1 * rng.normal())
+
+    with pytest.raises(ObjectiveError, match=r"phi\(x, y\) draws at random"):
+        bilevel.fixed_point(phi, x, shape(0 * x))
 
 
 def test_without_gradients_and_in_inference_mode() -> None:

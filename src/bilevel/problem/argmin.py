@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -204,7 +204,9 @@ class _Layer(ABC):
             if self.seen:
                 return self.function(self.x.value, self.y.value)
             with _pure(self.name, *x, *y):
-                value = self.function(self.x.value, self.y.value)
+                value, again = (self.function(self.x.value, self.y.value) for _ in range(2))
+            if _differ(value, again):
+                raise _not_a_function(self.name)
             self.seen = True
             return value
 
@@ -381,10 +383,27 @@ def _pure(name: str, *tensors: Tensor) -> Iterator[None]:
     if versions != [tensor._version for tensor in tensors]:
         raise ObjectiveError(f"{name}(x, y) writes into x or y in place; let it return new tensors")
     if rewind.moved():
-        raise ObjectiveError(
-            f"{name}(x, y) draws at random, so that it is another function at every call; draw "
-            f"before, or use .eval() for modules with dropout"
-        )
+        raise _not_a_function(name)
+
+
+def _not_a_function(name: str) -> ObjectiveError:
+    return ObjectiveError(
+        f"{name}(x, y) draws at random, so that it is another function at every call; draw "
+        f"before, or use .eval() for modules with dropout"
+    )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two values at the same point have less than half of their digits in common."""
+    if isinstance(one, Mapping):
+        return any(_differ(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return any(map(_differ, one, other))
+    if not (isinstance(one, Tensor) and one.is_floating_point() and one.numel()):
+        return False  # which is refused by others, or holds nothing
+    largest, away = (float(part.detach().abs().max()) for part in (one, one - other))
+    rounding: float = torch.finfo(one.dtype).eps ** 0.5
+    return away > rounding * largest
 
 
 class _Solution(torch.autograd.Function):
