@@ -240,3 +240,9 @@ def test_an_objective_that_differentiates_by_a_variable_learns_how() -> None:
         solver(mean_upper, penalised)
     assert "y if y.requires_grad else y.detach().requires_grad_()" in raised.value.__notes__[0]
     assert solver(mean_upper, as_advised).step().lower is not None
+
+
+def test_a_value_on_the_meta_device_is_refused() -> None:
+    problem = bilevel.Problem(lambda x, y, b: (x * y).to("meta"), lambda x, y, b: (y - x) ** 2)
+    with pytest.raises(ObjectiveError, match=r"upper.*on the meta device"):
+        bilevel.Solver(problem, torch.ones(()), torch.ones(()))

@@ -42,6 +42,11 @@ def check_objectives(
             with frozen(x), buffers_kept(x, y):
                 with _explained(name, batch), _unwritten(name, x, y, batch):
                     value = objective(x, y, batch, metrics)
+                if value.is_meta:
+                    raise ObjectiveError(
+                        f"{name}(x, y, batch) returned a tensor on the meta device, which has no "
+                        f"value; compute it on the device of x and y"
+                    )
                 _refuse_reentrant_checkpoints(name, value, y)
                 if not _depends(value, y):
                     raise ObjectiveError(
