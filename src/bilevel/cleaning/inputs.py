@@ -219,7 +219,7 @@ def stacked(X: Any, more: Any) -> Any:
 
 def refuse_text(X: Any) -> None:
     """Refuse text and dates, and name the columns of a DataFrame that hold them."""
-    where = ""
+    refused, where = False, ""
     if hasattr(X, "select_dtypes"):
         kinds = X.select_dtypes(exclude=["number", "bool"])
         found = [
@@ -228,14 +228,14 @@ def refuse_text(X: Any) -> None:
             if column.dtype.kind in "Mm"
             or any(isinstance(value, str | date | timedelta) for value in column.iloc[:100])
         ]
-        where = f", in the columns {listed(found)}" if found else ""
-    elif hasattr(X, "dtype") and getattr(X.dtype, "kind", "V") in "USMm":
-        where = " "
-    if where:
+        refused, where = bool(found), f", in the columns {listed(found)}"
+    elif hasattr(X, "dtype"):
+        refused = getattr(X.dtype, "kind", "V") in "USMm"
+    if refused:
         raise ArgumentError(
-            f"X has text or dates where numbers are expected{where.rstrip()}; leave them out or "
-            f"encode them, text by a TfidfVectorizer, categories by a OneHotEncoder, dates as "
-            f"numbers of days"
+            f"X has text or dates where numbers are expected{where}; leave them out or encode "
+            f"them, text by a TfidfVectorizer, categories by a OneHotEncoder, dates as numbers of "
+            f"days"
         )
 
 
