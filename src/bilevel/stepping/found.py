@@ -147,8 +147,7 @@ class FoundSizes(GivenSizes):
         return self._noisy is None or self._look_is_due(state)
 
     def _look_is_due(self, state: Iterate) -> bool:
-        n = self._numbers
-        return self._closing or state.k == 0 or n.since + 1 >= n.window
+        return self._closing or state.k == 0 or self._numbers.look_is_due(self._unit)
 
     def at(self, objectives: Objectives, state: Iterate) -> StepSizes:
         n = self._numbers
@@ -412,7 +411,9 @@ class FoundSizes(GivenSizes):
         if self._noisy:
             size = max(1.0, float(x.abs().median()))
             longest = LONGEST_MOVE * size / float(direction.abs().max())
-            n.upper = min(max(n.upper, LEAST_SHARE * n.first), longest)
+            if n.upper > longest:
+                n.stop_growing(longest, self._unit)
+            n.upper = max(n.upper, min(LEAST_SHARE * n.first, longest))
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:

@@ -78,6 +78,15 @@ class Numbers:
         self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS
         self.last = self.failed = math.nan
 
+    def look_is_due(self, unit: int) -> bool:
+        """Whether the next outer step, of which ``unit`` count as one, ends a window.
+
+        Where x rests, nothing is gained by a long one.
+        """
+        rests = self.measuring or self.rests
+        longest = min(self.window, GROWING_WINDOW * unit) if rests else self.window
+        return self.since + 1 >= longest
+
     @property
     def stuck(self) -> bool:
         """Whether x went back so often in a row that shortening its step does not help."""
@@ -111,6 +120,11 @@ class Numbers:
         self.upper *= 2.0 if fell else 0.8 ** (self.window / LONGEST_WINDOW / unit)
         longest = GROWING_WINDOW if fell else LONGEST_WINDOW
         self.window = max(self.window, min(2 * self.window, longest * unit))
+
+    def stop_growing(self, longest: float, unit: int) -> None:
+        """Take the longest step of x; what does not grow needs no short windows."""
+        self.upper = longest
+        self.window = max(self.window, min(2 * self.window, LONGEST_WINDOW * unit))
 
     @classmethod
     def checked(cls, found: Any) -> Numbers:

@@ -63,33 +63,36 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
         terms.append((Level.UPPER, state.solution, 0.0))  # not part of the merit
     uppers, lowers = draw.upper.probe(), draw.lower.probe()
     rewind = Rewind(x.device)
+    places = range(max(len(uppers), len(lowers)))
     values = []
     with values_only(x, *(y for _, y, _ in terms)):
-        for place in range(max(len(uppers), len(lowers))):
-            total = torch.zeros(4, dtype=torch.float64, device=x.device)
-            for level, y, weight in terms:
+        for place in places:
+            for level, y, _ in terms:
                 rewind()
                 upper = level is Level.UPPER
                 objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
-                value = objective(x, y, batches[place % len(batches)]).detach().double()
-                part = 0 if upper else 1
-                if weight:
-                    total[part] += weight * value
-                if y is state.solution:
-                    total[2 + part] = value
-            values.append(total)
+                value = objective(x, y, batches[place % len(batches)])
+                values.append(value.detach().double())
     rewind()
-    found = objectives.mean(torch.stack(values))
+    # all of them are read at once, because each reading waits for the device
+    found = objectives.mean(torch.stack(values).view(-1, len(terms))).T.tolist()
+    f, gaps = [0.0 for _ in places], [0.0 for _ in places]
+    solution, lower = list(f), list(f)
+    for (level, y, weight), column in zip(terms, found, strict=True):
+        part, at_solution = (f, solution) if level is Level.UPPER else (gaps, lower)
+        if weight:
+            part[:] = [total + weight * value for total, value in zip(part, column, strict=True)]
+        if y is state.solution:
+            at_solution[:] = column
+    merits = [here + above for here, above in zip(f, gaps, strict=True)]
     if phi is None or not forward:
-        return Merits(found[:, :2].sum(dim=1).tolist())
-    f, gaps, solution, lower = found.T.tolist()
+        return Merits(merits)
     gap = statistics.fmean(gaps)
     hidden = len(gaps) > 1 and gap <= standard_error(gaps)
-    merits = f if hidden else [here + above for here, above in zip(f, gaps, strict=True)]
     spread = [at_z - at_y for at_z, at_y in zip(solution, f, strict=True)]
     lam = float(phi.multiplier)
-    return Merits(merits, gap, statistics.fmean(f), lower, solution, spread, lam)
+    return Merits(f if hidden else merits, gap, statistics.fmean(f), lower, solution, spread, lam)
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
