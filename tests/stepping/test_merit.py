@@ -47,7 +47,7 @@ class Weighted:
     [
         pytest.param(64, 0.0, 0.1, marks=pytest.mark.slow),
         pytest.param(16, -1.0, 0.001, marks=pytest.mark.slow),
-        (None, 1.0, 0.01),
+        pytest.param(None, 1.0, 0.01, marks=pytest.mark.slow),
     ],
 )
 def test_a_merit_that_falls_where_f_rises_is_not_followed(
