@@ -33,7 +33,8 @@ After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where
 directions at the two ends and s the way between them, but at most twice the last step. Under noise
 the step doubles where the merit fell by more than its standard error, and else shrinks, by a fifth
 in 64 steps: what x gains is then no more than what noise takes. It is never less than a thousandth
-of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps.
+of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps, but only
+up to 8 while the step grows, and where x rests none is longer than that.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
 a test sees only what the probe shows, no entry of x moves by more than four times the median
@@ -102,7 +103,6 @@ WINDOW_OF_GIVEN_STEPS = 8
 SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
 STEEPER = 4.0
-LEAST_SHARE = 1e-3
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
 
@@ -411,9 +411,7 @@ class FoundSizes(GivenSizes):
         if self._noisy:
             size = max(1.0, float(x.abs().median()))
             longest = LONGEST_MOVE * size / float(direction.abs().max())
-            if n.upper > longest:
-                n.stop_growing(longest, self._unit)
-            n.upper = max(n.upper, min(LEAST_SHARE * n.first, longest))
+            n.keep_step_below(longest, self._unit)
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:

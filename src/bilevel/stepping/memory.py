@@ -20,6 +20,9 @@ MOST_RESTS, LATER_RESTS = 10, 3
 LONGEST_WINDOW, GROWING_WINDOW = 64, 8
 """In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
+LEAST_SHARE = 1e-3
+"""Of the first step of x: a few unlucky tests must not end a run."""
+
 FALLBACK_RATE = 0.1
 """Where g is linear in y, so that no curvature limits the step."""
 
@@ -121,10 +124,11 @@ class Numbers:
         longest = GROWING_WINDOW if fell else LONGEST_WINDOW
         self.window = max(self.window, min(2 * self.window, longest * unit))
 
-    def stop_growing(self, longest: float, unit: int) -> None:
-        """Take the longest step of x; what does not grow needs no short windows."""
-        self.upper = longest
-        self.window = max(self.window, min(2 * self.window, LONGEST_WINDOW * unit))
+    def keep_step_below(self, longest: float, unit: int) -> None:
+        """Limit the step of x on both sides; one that cannot grow needs no short windows."""
+        if self.upper > longest:
+            self.window = max(self.window, min(2 * self.window, LONGEST_WINDOW * unit))
+        self.upper = min(max(self.upper, LEAST_SHARE * self.first), longest)
 
     @classmethod
     def checked(cls, found: Any) -> Numbers:
