@@ -1,0 +1,44 @@
+"""When "auto" looks again: soon where x rests or its step grows, seldom where neither is so."""
+
+from __future__ import annotations
+
+import pytest
+
+from bilevel.stepping.memory import GROWING_WINDOW, LONGEST_WINDOW, Numbers
+
+
+def _steps_to_a_look(numbers: Numbers, unit: int) -> int:
+    while not numbers.look_is_due(unit):
+        numbers.since += 1
+    return numbers.since + 1
+
+
+@pytest.mark.parametrize("unit", [1, 5])
+def test_where_x_rests_a_look_comes_soon(unit: int) -> None:
+    longest = LONGEST_WINDOW * unit
+    assert _steps_to_a_look(Numbers(window=longest, measuring=False), unit) == longest
+    measuring = Numbers(window=longest, measuring=True)
+    assert _steps_to_a_look(measuring, unit) == GROWING_WINDOW * unit
+    resting = Numbers(window=longest, measuring=False, rests=1)
+    assert _steps_to_a_look(resting, unit) == GROWING_WINDOW * unit
+    assert _steps_to_a_look(Numbers(window=2, measuring=True), unit) == 2
+
+
+def test_windows_lengthen_where_the_step_cannot_grow() -> None:
+    numbers = Numbers(upper=1.0, first=1.0, window=GROWING_WINDOW)
+    falls = [-1.0, -1.1]
+    numbers.learn_from_merits(falls, unit=1)
+    numbers.keep_step_below(10.0, unit=1)
+    assert (numbers.upper, numbers.window) == (2.0, GROWING_WINDOW)
+    for window in (2 * GROWING_WINDOW, 4 * GROWING_WINDOW, LONGEST_WINDOW, LONGEST_WINDOW):
+        numbers.learn_from_merits(falls, unit=1)
+        numbers.keep_step_below(2.0, unit=1)
+        assert (numbers.upper, numbers.window) == (2.0, window)
+
+
+def test_the_step_stays_between_its_limits() -> None:
+    numbers = Numbers(upper=1e-9, first=1.0)
+    numbers.keep_step_below(1.0, unit=1)
+    assert numbers.upper == 1e-3
+    numbers.keep_step_below(1e-5, unit=1)
+    assert numbers.upper == 1e-5
