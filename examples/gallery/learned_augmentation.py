@@ -8,7 +8,7 @@ is its loss on 500 held-out digits as they are.
 
 What was found is judged by training anew on all 1,000 digits. It is compared with no augmentation,
 and with one strength for all transformations, chosen from four by the loss on held-out digits,
-which comes near: the learned strengths are ahead of it by two standard errors and no more.
+which is level: the learned strengths are ahead of it by less than two standard errors.
 
 Here "auto" steps of x do not suit: they follow the noise of a transformed minibatch, and can make a
 strength so large that nothing can be learned. x is therefore moved by Adam, after every step of y,

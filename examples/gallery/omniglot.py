@@ -34,7 +34,7 @@ import bilevel
 
 from ._digits import until
 
-WAYS, ASKED, TASKS, PULL, SIDE = 5, 5, 8, 0.05, 14
+WAYS, ASKED, TASKS, PULL, SIDE, SECONDS = 5, 5, 8, 0.05, 14, 40.0
 
 
 def drawings(small: bool, seed: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def solve(seed: int = 0, *, small: bool = False, way: Way = ANIL) -> float:
     """The same with the initial weights that were learned."""
     (known, new), (steps, tested) = drawings(small, seed), (6, 10) if small else (100_000, 100)
     torch.manual_seed(seed)
-    x = run(way, network(), known, TASKS, steps=steps, record_every=6, callback=until(20.0)).x
+    x = run(way, network(), known, TASKS, steps=steps, record_every=6, callback=until(SECONDS)).x
     return judged(way, x, new, tested)
 
 
@@ -162,7 +162,7 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
         torch.manual_seed(seed)
         x, (known, new) = network(), drawings(small, seed)
         if trained:
-            pretrain(x, known, 20.0, 6 if small else 100_000)
+            pretrain(x, known, SECONDS, 6 if small else 100_000)
         return judged(Way(shots, whole), x, new, 10 if small else 100)
 
     def learned(*way: Any) -> float:

@@ -58,6 +58,22 @@ def test_f_at_two_points_is_that_of_the_closed_form() -> None:
     assert float(problem.upper(x, y, None)) == pytest.approx(found[1], rel=1e-12)
 
 
+def test_the_start_is_solved_with_the_curvature_that_g_has_there() -> None:
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((y - 2) ** 2).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return (x.exp() * (y - 1) ** 2).sum() + (y**2).sum()
+
+    steep, flat = torch.full((3,), 9.0), torch.zeros(3)
+    solver = bilevel.Solver(bilevel.Problem(upper, lower), steep, torch.ones(3))
+    solver.step()
+    state = solver.state
+    found = compare(solver.evaluator, state, float(state.policy.current.lower), flat, 1000)
+    # y*(x) = exp(x) / (exp(x) + 1); a step for the steep end hardly moves y at the flat one
+    assert found == pytest.approx((3 * 1.5**2, 3.0), rel=1e-3)
+
+
 @pytest.mark.parametrize("decades", slow_except(["2"], [2, 3, 4]))
 def test_x_moves_on_a_lower_solution_that_follows_it(decades: float) -> None:
     problem, start, exact = _prior(decades)

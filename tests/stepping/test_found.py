@@ -183,3 +183,33 @@ def test_units_whose_squares_single_precision_cannot_hold(of_f: float, of_g: flo
     )
     result = bilevel.minimize(problem, torch.zeros(3), torch.zeros(3), steps=200)
     assert torch.allclose(result.x, torch.ones(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_x_is_not_thrown_away_where_y_breaks_away_within_a_window(compile: bool) -> None:
+    # g becomes steeper as x grows, until the steps of y are too long for it: the direction of x is
+    # then as large as y, and x would go where y tells nothing about it for the rest of the run
+    generator = torch.Generator().manual_seed(2)
+    near, far = (at + 0.3 * torch.randn(512, 4, generator=generator) for at in (1, 2))
+
+    def upper(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return 0.5 * ((y - batch) ** 2).sum(1).mean()
+
+    def lower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return x.exp() * upper(x, y, batch) + 0.05 * (y**2).sum()
+
+    furthest: list[float] = []
+    bilevel.minimize(
+        bilevel.Problem(upper, lower),
+        torch.tensor(0.0),
+        torch.zeros(4),
+        steps=190,
+        seed=2,
+        upper_data=far,
+        lower_data=near,
+        batch_size=512,
+        compile=compile,
+        callback=lambda solver, info: furthest.append(float(solver.x.abs())),
+    )
+    assert max(furthest) < 100  # it was 2e10
+    assert furthest[-1] < 10

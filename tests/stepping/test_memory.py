@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bilevel.stepping.memory import GROWING_WINDOW, LONGEST_WINDOW, Numbers
 
@@ -26,19 +27,20 @@ def test_where_x_rests_a_look_comes_soon(unit: int) -> None:
 
 def test_windows_lengthen_where_the_step_cannot_grow() -> None:
     numbers = Numbers(upper=1.0, first=1.0, window=GROWING_WINDOW)
-    falls = [-1.0, -1.1]
+    falls, x = [-1.0, -1.1], torch.zeros(3)
     numbers.learn_from_merits(falls, unit=1)
-    numbers.keep_step_below(10.0, unit=1)
+    numbers.limit_moves(x, torch.tensor([0.0, 0.1, 0.4]), unit=1)
     assert (numbers.upper, numbers.window) == (2.0, GROWING_WINDOW)
     for window in (2 * GROWING_WINDOW, 4 * GROWING_WINDOW, LONGEST_WINDOW, LONGEST_WINDOW):
         numbers.learn_from_merits(falls, unit=1)
-        numbers.keep_step_below(2.0, unit=1)
+        numbers.limit_moves(x, torch.tensor([0.0, 0.1, 2.0]), unit=1)
         assert (numbers.upper, numbers.window) == (2.0, window)
 
 
 def test_the_step_stays_between_its_limits() -> None:
     numbers = Numbers(upper=1e-9, first=1.0)
-    numbers.keep_step_below(1.0, unit=1)
-    assert numbers.upper == 1e-3
-    numbers.keep_step_below(1e-5, unit=1)
+    x = torch.tensor([-10.0, 10.0, 99.0])
+    numbers.limit_moves(x, torch.tensor([1.0, 2.0, -4.0]), unit=1)
+    assert (numbers.upper, numbers.longest_move) == (1e-3, 40.0)
+    numbers.limit_moves(x, torch.tensor([1.0, 2.0, -4e6]), unit=1)
     assert numbers.upper == 1e-5

@@ -198,7 +198,7 @@ class EagerEvaluator(Evaluator):
             upper_lr = state.policy.judge(self, state, phi, float(gain))
             if state.policy.returned:  # the gradients of the copies were taken elsewhere
                 also = None
-        upper_lr = state.x_update.choose(upper_lr, gain)
+        upper_lr = state.x_update.choose(upper_lr, gain, state.policy.longest_move)
         check.gradients([(x, upper_lr * gain)], averaged=True)
         info = Info(state.k, multiplier, lower_lr, upper_lr)
         if self._report is not None:

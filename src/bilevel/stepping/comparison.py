@@ -7,6 +7,8 @@ shows it. At the end, therefore, the lower level is solved further at both.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,21 +42,24 @@ def compare(
     if not (draw.upper.probed and draw.lower.probed):
         return None
     most = int(CHECKED * taken)
-    after = _solve(objectives, state, rate, most)
+    after = _solve(objectives, state, 1 / rate, most)
     if after is None:
         return None
     here, solution = ([leaf.clone() for leaf in variable.leaves] for variable in (x, y))
     torch._foreach_copy_(x.leaves, unflatten_like(start, x.leaves))
     x.reshard()
-    before = _solve(objectives, state, rate, most)
+    before = _solve(objectives, state, math.nan, most)  # the curvature there may be another
     torch._foreach_copy_([*x.leaves, *y.leaves], [*here, *solution])
     x.reshard()
     y.reshard()
     return None if before is None else (before, after)
 
 
-def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> float | None:
-    """Go on with the lower level, if that lowers g; f at the solution, if it is one."""
+def _solve(objectives: Objectives, state: Iterate, curvature: float, most: int) -> float | None:
+    """Go on with the lower level, if that lowers g; f at the solution, if it is one.
+
+    The curvature of g in y is measured if it is NaN.
+    """
     x, y = state.x, state.solution
     update = next(update for update in state.updates() if update.variable is y)
     rewind = Rewind(x.device)
@@ -82,7 +87,7 @@ def _solve(objectives: Objectives, state: Iterate, rate: float, most: int) -> fl
 
     first = flatten(y.leaves).clone()
     precision: float = torch.finfo(first.dtype).eps ** 0.5
-    steps = ProximalStep(gradient, inside, inside, 1 / rate)
+    steps = ProximalStep(gradient, inside, inside, curvature)
     found = fixed_point_of(steps, first, tolerance=precision, steps=most)
     put(found.point if g(found.point) < g(first) else first)
     rewind()

@@ -37,8 +37,8 @@ of the first, so that a few unlucky tests cannot end a run. Windows double up to
 up to 8 while the step grows, and where x rests none is longer than that.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
-a test sees only what the probe shows, no entry of x moves by more than four times the median
-of all, or four units if that is more.
+a test sees only what the probe shows, and y may break away within a window, no entry of x moves by
+more in a step than four times the median of all, or four units if that is more.
 
 *The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
 curvature of g, whatever the units of f and g are; of an f without curvature at 10 ||grad_y f|| /
@@ -103,8 +103,6 @@ WINDOW_OF_GIVEN_STEPS = 8
 SLOPE_CHANGE = 0.2
 FIRST_SHARE = 0.1
 STEEPER = 4.0
-LONGEST_MOVE = 4.0
-"""In units of x: from one end of a sigmoid to the other."""
 
 
 class FoundSizes(GivenSizes):
@@ -140,6 +138,10 @@ class FoundSizes(GivenSizes):
 
     def forget_path(self) -> None:
         self._numbers.resting = False
+
+    @property
+    def longest_move(self) -> float:  # type: ignore[override]
+        return self._numbers.longest_move
 
     # Before an outer step
 
@@ -409,9 +411,7 @@ class FoundSizes(GivenSizes):
                 warn_if_flat(state, self._slope_of_f)
             return 0.0
         if self._noisy:
-            size = max(1.0, float(x.abs().median()))
-            longest = LONGEST_MOVE * size / float(direction.abs().max())
-            n.keep_step_below(longest, self._unit)
+            n.limit_moves(x, direction, self._unit)
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:

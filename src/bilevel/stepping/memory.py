@@ -20,6 +20,9 @@ MOST_RESTS, LATER_RESTS = 10, 3
 LONGEST_WINDOW, GROWING_WINDOW = 64, 8
 """In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
+LONGEST_MOVE = 4.0
+"""In units of x: from one end of a sigmoid to the other."""
+
 LEAST_SHARE = 1e-3
 """Of the first step of x: a few unlucky tests must not end a run."""
 
@@ -37,6 +40,7 @@ class Numbers:
     Attributes:
         upper: the step of x.
         first: the first one.
+        longest_move: the most that an entry of x may move by in a step.
         window: outer steps from one look to the next.
         since: those taken since the last look.
         looks: how many there were.
@@ -58,6 +62,7 @@ class Numbers:
 
     upper: float = math.nan
     first: float = 0.0
+    longest_move: float = math.inf
     window: int = 1
     since: int = 0
     looks: int = 0
@@ -124,8 +129,10 @@ class Numbers:
         longest = GROWING_WINDOW if fell else LONGEST_WINDOW
         self.window = max(self.window, min(2 * self.window, longest * unit))
 
-    def keep_step_below(self, longest: float, unit: int) -> None:
+    def limit_moves(self, x: Tensor, direction: Tensor, unit: int) -> None:
         """Limit the step of x on both sides; one that cannot grow needs no short windows."""
+        self.longest_move = LONGEST_MOVE * max(1.0, float(x.abs().median()))
+        longest = self.longest_move / float(direction.abs().max())
         if self.upper > longest:
             self.window = max(self.window, min(2 * self.window, LONGEST_WINDOW * unit))
         self.upper = min(max(self.upper, LEAST_SHARE * self.first), longest)

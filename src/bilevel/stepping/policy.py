@@ -5,6 +5,7 @@ Those that are found on the way are in :mod:`bilevel.stepping.found`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, TypeAlias
 
 from bilevel.errors import StateError
@@ -53,12 +54,14 @@ class GivenSizes:
         due: whether :meth:`judge` decides the step of x at the end of this outer step.
         returned: whether x and y went back in this outer step.
         undecided: whether x rests until its last step can be tested.
+        longest_move: the most that an entry of x may move by in a step.
     """
 
     pace: Pace | None = None
     due = False
     returned = False
     undecided = False
+    longest_move = math.inf
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates

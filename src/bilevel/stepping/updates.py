@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from bilevel.variables import (
     Form,
     Variable,
     is_sharded,
+    largest_entries,
     length,
     local_part,
     redistribute_like,
@@ -71,11 +73,16 @@ class Update:
         self.project()
         self._require_projections()
 
-    def choose(self, rate: Number, gain: Number = 1.0) -> Number:
+    def choose(self, rate: Number, gain: Number = 1.0, longest: float = math.inf) -> Number:
         """The step that :meth:`apply` is to take along ``gain`` times the gradients on the leaves.
 
-        It is ``rate``, or with an optimizer the learning rate of its first group.
+        It is ``rate``, if no entry moves by more than ``longest`` then, or with an optimizer the
+        learning rate of its first group.
         """
+        if self._optimizer is None and longest < math.inf:
+            peaks = [float(peak) for peak in largest_entries(self._variable.grads())]
+            most = max(peaks, default=0.0) * abs(float(gain))
+            return min(float(rate), longest / most) if most else rate
         if self._optimizer is None:
             return rate
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
@@ -293,7 +300,7 @@ class Update:
 class NoUpdate(Update):
     """A variable that starts in its set and never moves."""
 
-    def choose(self, rate: Number, gain: Number = 1.0) -> Number:
+    def choose(self, rate: Number, gain: Number = 1.0, longest: float = math.inf) -> Number:
         return 0.0
 
     def apply(self, rate: Number, gain: Number = 1.0, *, bad: Tensor | None = None) -> None:

@@ -127,7 +127,7 @@ class CompiledEvaluator(EagerEvaluator):
         self._simple = state.x_update.plain
         self._asks = True
         self._unchanged = False
-        self._dialled: StepSizes | None = None
+        self._dialled: tuple[StepSizes, float] | None = None
         self._given: list[list[Sample]] = []
         self._place: dict[str, Any] | None = None
         self._first: Ready | None = None
@@ -194,7 +194,7 @@ class CompiledEvaluator(EagerEvaluator):
             state.x.set_grads([part.clone() for part in self._pieces.slope])
             if state.policy.due:
                 upper_lr = state.policy.judge(self, state, plan.descent.phi, 1.0)
-            upper_lr = state.x_update.choose(upper_lr)
+            upper_lr = state.x_update.choose(upper_lr, 1.0, state.policy.longest_move)
             state.x_update.apply(upper_lr)
         info = self._info(plan, upper_lr, measure)
         state.k, state.multiplier = state.k + 1, plan.multiplier  # type: ignore[assignment]
@@ -236,16 +236,17 @@ class CompiledEvaluator(EagerEvaluator):
 
     def _dial(self, sizes: StepSizes) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
-        if sizes is self._dialled or sizes == self._dialled:
+        longest = self._state.policy.longest_move
+        if (sizes, longest) == self._dialled:
             return
         plan = self._plan = record(self, self._step, self._state, sizes)
         upper_lr = plan.upper_lr if self._state.x_update.plain else 1.0
         lengths = [move.length for move in plan.descent.moves]
         on_gpu = self._state.x.device.type == "cuda"
-        numbers = [plan.multiplier, upper_lr, *lengths]
+        numbers = [plan.multiplier, upper_lr, longest, *lengths]
         told = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu, device="cpu")
         self._pieces.dials.copy_(told, non_blocking=True)
-        self._dialled = sizes
+        self._dialled = sizes, longest
 
     def _compiled(self, measure: bool) -> Phases:
         """All that a step runs, compiled anew if the guards say so."""

@@ -31,7 +31,8 @@ class Pieces:
         in_parts: whether the x direction is the sum of several.
 
     Attributes:
-        dials: lam, the step of x, and the step of each copy along its part of grad Phi.
+        dials: lam, the step of x, the most that an entry of x may move by in it, and the step of
+            each copy along its part of grad Phi.
         fine: whether every number has been finite since :meth:`trust`.
         taken: how many outer steps were taken since then.
         done: how many inner steps of the present outer step were taken.
@@ -61,7 +62,7 @@ class Pieces:
         self._x_set = problem.x_projections(state.x)
         self._y_sets = [problem.y_projections(point) for point in phi.points]
         device = state.x.device
-        self.dials = torch.zeros(2 + len(self._copies), dtype=torch.float64, device=device)
+        self.dials = torch.zeros(3 + len(self._copies), dtype=torch.float64, device=device)
         self.done = torch.zeros(1, dtype=torch.int64, device=device)
         self.fine = torch.ones((), dtype=torch.bool, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
@@ -184,7 +185,7 @@ class Pieces:
                 for direction, share in zip(directions, self._phi.stencil.centre, strict=False)
             ]
         steps = [
-            step(copy, direction, self.dials[2 + index], into)
+            step(copy, direction, self.dials[3 + index], into)
             for index, (copy, direction, into) in enumerate(
                 zip(self._copies, directions, self._y_sets, strict=False)
             )
@@ -209,7 +210,10 @@ class Pieces:
         """Move x along its direction, or leave this to the update of x."""
         squares = [part.square().sum().to(torch.float64) for part in slope]
         self.norm.copy_(sum(squares[1:], squares[0]).sqrt())
-        end, also_fine = step(self._phi.x, slope, self.dials[1], self._x_set)
+        length = self.dials[1]
+        for peak in largest_entries(slope):
+            length = torch.minimum(length, self.dials[2] / peak.to(length.dtype))
+        end, also_fine = step(self._phi.x, slope, length, self._x_set)
         fine = fine & also_fine
         if self._moves_x:
             move(self._phi.x, end, fine)
