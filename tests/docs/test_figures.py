@@ -102,7 +102,7 @@ def in_the_benchmarks(measured: Any) -> Iterator[str]:
 
 def in_label_cleaning(measured: Any) -> Iterator[str]:
     ours = [row for row in measured.result("cleaning-random") if row["method"] == CLEANER]
-    theirs = [row for row in measured.result("cleaning") if row["method"] == "cleanlab"]
+    theirs = [row for row in measured.result("cleaning-random") if row["method"] == "cleanlab"]
 
     def seconds(rows: list[dict[str, Any]], data: str, model: str = "") -> str:
         found = [r["cpu_seconds"] for r in rows if r["data"] == data and model in r["model"]]
