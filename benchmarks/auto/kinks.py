@@ -97,7 +97,8 @@ def hinge(seed: int, data_dir: Path | None, *, count: int) -> Case:
 
     def value(x: Tensor) -> Tensor:
         # The dual: min_a 1/2 a' kernel a - sum a over 0 <= a_i <= 1/n, with y = scaled' a.
-        scaled = signed / x.exp().expand(10)
+        # A strength below 1e-6 moves y by no more, but the dual has no solution that can be found.
+        scaled = signed / x.exp().clamp(min=1e-6).expand(10)
         kernel = signed @ scaled.T
         a = proximal(
             lambda a: kernel @ a - 1,
