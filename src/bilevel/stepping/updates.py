@@ -80,7 +80,7 @@ class Update:
         learning rate of its first group.
         """
         if self._optimizer is None and longest < math.inf:
-            peaks = [float(peak) for peak in largest_entries(self._variable.grads())]
+            peaks = [float(peak) for peak in largest_entries(stored_values(self._variable.grads()))]
             most = max(peaks, default=0.0) * abs(float(gain))
             return min(float(rate), longest / most) if most else rate
         if self._optimizer is None:
