@@ -117,6 +117,20 @@ def test_batches_are_moved_to_the_device() -> None:
     assert stream(nested).next()["a"] is nested[0]["a"]
 
 
+def test_a_wide_probe_has_more_rows_where_these_are_small() -> None:
+    numbers = torch.arange(10_000.0)
+    source = stream(numbers, batch_size=64)
+    assert [len(batch) for batch in source.probe()] == 8 * [64]
+    assert [len(batch) for batch in source.wide_probe()] == 8 * [512]
+    together = torch.cat(source.wide_probe())
+    assert len(together.unique()) == len(together)  # no row twice
+    assert abs(together.mean() - numbers.mean()) < 10  # from everywhere, as rows may be sorted
+    few = stream(numbers[:600], batch_size=64)
+    assert torch.cat(few.wide_probe()).sort().values.equal(numbers[:600])
+    large = stream(torch.zeros(1_000, 784), batch_size=64)
+    assert [len(batch) for batch in large.wide_probe()] == 8 * [64]
+
+
 # The same seed, the same batches
 
 

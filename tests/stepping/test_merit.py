@@ -12,7 +12,7 @@ from torch import Tensor
 import bilevel
 from bilevel.problem import FORWARD, Phi
 from bilevel.stepping.memory import Reference
-from bilevel.stepping.merit import Merits, merits_at, surely_rose
+from bilevel.stepping.merit import SURE, Merits, merits_at, standard_error, surely_rose
 
 NORMAL = torch.Generator().manual_seed(0)
 NEAR = 1 + 0.3 * torch.randn(512, 4, generator=NORMAL)
@@ -88,6 +88,26 @@ def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
     assert statistics.fmean(seen.spread) == pytest.approx(
         statistics.fmean(seen.solution) - seen.upper
     )
+
+
+def test_small_minibatches_do_not_hide_a_rise_by_a_few_per_cent() -> None:
+    rows = 1 + torch.randn(10_000, 4, generator=torch.Generator().manual_seed(1))
+    task = Weighted(0.1)
+    solver = bilevel.Solver(
+        task.problem,
+        torch.tensor(0.0),
+        torch.ones(4),
+        lower_data=rows,
+        upper_data=rows,
+        batch_size=16,
+    )
+    state, evaluator = solver.state, solver.evaluator
+    before = merits_at(evaluator, state, None).values
+    state.solution.leaves[0].data[0] += 0.5  # f rises by 0.125, from 2
+    pairs = zip(merits_at(evaluator, state, None).values, before, strict=True)
+    rises = [here - there for here, there in pairs]
+    assert statistics.fmean(rises) == pytest.approx(0.125, rel=0.2)
+    assert statistics.fmean(rises) > SURE * standard_error(rises) > 0
 
 
 def reference(solution: list[float], spread: list[float]) -> Reference:

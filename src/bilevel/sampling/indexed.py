@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import StateError
-from bilevel.sampling.rows import chunk_slices, take_rows
+from bilevel.sampling.rows import bytes_of, chunk_slices, take_rows
 from bilevel.sampling.stream import PROBES, DirectionSize, Stream
 
 _BLOCK = 1 << 16  # indices in a block: one call to the generator serves many minibatches
 _FIRST = 1 << 12  # indices that a CPU draws first of a block: short runs need no more
+
+WIDEST = 512
+"""Rows of a batch in a probe: with eight of them, one per cent of a loss is told from noise."""
+
+CHEAP = 1 << 15
+"""Numbers in a batch that take as long to evaluate as fewer, because most of it is the calls."""
+
+KEPT_BYTES = 1 << 26
+"""Of a probe; a larger one is taken again each time."""
 
 
 class Indexed(Stream):
@@ -45,6 +54,7 @@ class Indexed(Stream):
         self._block_state = self._generator.get_state()
         self._refill(0)
         self._everything: Any = None
+        self._probes: dict[int, list[Any]] = {}
 
     def next(self) -> Any:
         if self.batch_size is None:
@@ -57,17 +67,33 @@ class Indexed(Stream):
     def deterministic(self) -> bool:
         return self.batch_size is None
 
+    @property
+    def _cheap(self) -> int:
+        """As many rows as a batch may have to take no longer than one that has fewer."""
+        return 0
+
     def peek(self) -> Any:
         return self._take(slice(0, self.batch_size or self.length))
 
     def probe(self) -> list[Any]:
+        return self._spread(self.batch_size or self.length)
+
+    def wide_probe(self) -> list[Any]:
+        return self._spread(max(self.batch_size or self.length, self._cheap))
+
+    def _spread(self, size: int) -> list[Any]:
+        """Batches of so many rows, spread over all of them, because these may be sorted."""
         if self.batch_size is None:
             return [self.next()]
+        if size in self._probes:
+            return self._probes[size]
         batches = max(1, min(PROBES, self.length // self.batch_size))
-        count = min(batches * self.batch_size, self.length)
-        # spread over all rows, because these may be sorted
+        count = min(batches * size, self.length)
         rows = torch.arange(count, device=self._block.device) * self.length // count
-        return [self._take(rows[first::batches]) for first in range(batches)]
+        probe = [self._take(rows[first::batches]) for first in range(batches)]
+        if bytes_of(probe) <= KEPT_BYTES:
+            self._probes[size] = probe
+        return probe
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:
@@ -151,6 +177,10 @@ class TensorRows(Indexed):
         super().__init__(length, partial(take_rows, rows), batch_size, seed, self.device)
         self.size = sum(tensor.numel() for tensor in tensors)
         self.row_bytes = sum(tensor.nbytes for tensor in tensors) // length
+
+    @property
+    def _cheap(self) -> int:
+        return min(WIDEST, CHEAP * self.length // max(1, self.size))
 
     def next_indices(self, batches: int, size: int) -> Tensor:
         """The indices of the next minibatches, each of ``size``, one after the other.

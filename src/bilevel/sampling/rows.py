@@ -41,6 +41,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
 
 
+def bytes_of(batch: Any) -> int:
+    """The bytes of all tensors in a batch."""
+    if isinstance(batch, Tensor):
+        return batch.nbytes
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return sum(map(bytes_of, batch)) if isinstance(batch, list | tuple) else 0
+
+
 def chunk_slices(count: int, chunk: int | None) -> Iterator[tuple[slice, float]]:
     """``count`` rows in slices of ``chunk`` (None: in one), each with its share of all."""
     chunk = count if chunk is None else chunk

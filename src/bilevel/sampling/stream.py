@@ -52,6 +52,10 @@ class Stream(ABC):
         """A few batches, the same ones in every call, in a resumed run too."""
         return [self.peek()]
 
+    def wide_probe(self) -> list[Any]:
+        """The same with larger batches, where these take no longer to evaluate."""
+        return self.probe()
+
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
         if size is not None:

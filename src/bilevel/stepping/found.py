@@ -12,8 +12,9 @@ rises at the lower solution while x rests.
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
 solution for methods without a Phi. Errors of y and z change Phi to second order only, but f to the
 first, so that where nothing is sampled y is then solved further (:mod:`bilevel.stepping.settling`).
-Under noise the merit is the mean over a fixed probe of minibatches, and the differences on each of
-them say how sure it is. The test is failed in each of these cases:
+Under noise the merit is the mean over a fixed probe of up to eight batches, larger than minibatches
+where that takes no longer, and the differences on each say how sure it is. The test is failed in
+each of these cases:
 
 - the merit rose by more than a tenth of what the direction had promised (but of no more than the
   merit itself), beyond three standard errors and what it drifts by while x rests;

@@ -61,7 +61,7 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     forward = phi is not None and phi.stencil is FORWARD
     if forward:
         terms.append((Level.UPPER, state.solution, 0.0))  # not part of the merit
-    uppers, lowers = draw.upper.probe(), draw.lower.probe()
+    uppers, lowers = draw.upper.wide_probe(), draw.lower.wide_probe()
     rewind = Rewind(x.device)
     places = range(max(len(uppers), len(lowers)))
     values = []

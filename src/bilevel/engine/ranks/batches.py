@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bilevel.sampling import DirectionSize, Draw, EpisodicDraw, Stream
@@ -46,8 +46,14 @@ class RankStream(Stream):
         return batch
 
     def probe(self) -> list[Any]:
+        return self._tried(self._stream.probe)
+
+    def wide_probe(self) -> list[Any]:
+        return self._tried(self._stream.wide_probe)
+
+    def _tried(self, probe: Callable[[], list[Any]]) -> list[Any]:
         try:
-            batches = self._stream.probe()
+            batches = probe()
         except Exception as error:  # raised again by the check of the step
             return [self._instead(error)] * self._probed
         self._probed = len(batches)
