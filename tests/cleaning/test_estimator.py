@@ -24,6 +24,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import bilevel
 from bilevel import LabelCleaner
 from bilevel.errors import ArgumentError, ArgumentTypeError, BilevelError, CleaningWarning
+from tests.marks import slow_except
 
 NAMES = np.array(["ant", "bee", "cat"])
 
@@ -420,7 +421,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["object", "Int64", "boolean", "category"])
+@pytest.mark.parametrize(
+    "kind", slow_except(["object"], ["object", "Int64", "boolean", "category"])
+)
 def test_labels_stay_what_they_were(insects: Insects, kind: str) -> None:
     plain = np.unique(insects.y, return_inverse=True)[1]
     plain = plain == 0 if kind == "boolean" else plain

@@ -32,8 +32,11 @@ LONG = {
     "docs/large-models.md",
     "docs/layers.md",
     "docs/start/language-model.md",
+    "docs/start/module.md",
+    "docs/start/two-functions.md",
     "docs/stopping.md",
     "docs/sweeps.md",
+    "docs/when-a-run-goes-wrong.md",
     *(page for page in WITH_CODE if page.startswith("docs/coming-from/")),
 }
 WITH_COMMANDS = [

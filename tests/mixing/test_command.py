@@ -189,10 +189,10 @@ def test_shakespeare_as_it_is_gains_weight_over_what_was_spoiled(tmp_path: Path)
     [
         ({"format": "another"}, "does not describe a model of characters"),
         ({"version": 2}, "of version 2, but this release reads only version 1"),
-        ({"characters": "abc"}, "does not fit the model"),
-        ({"size": {"layers": 1}}, "does not fit the model"),
-        ({"size": {"depth": 1}}, "lacks what a model needs"),
-        ({"size": {"heads": 7}}, "lacks what a model needs"),
+        pytest.param({"characters": "abc"}, "does not fit the model", marks=pytest.mark.slow),
+        pytest.param({"size": {"layers": 1}}, "does not fit the model", marks=pytest.mark.slow),
+        pytest.param({"size": {"depth": 1}}, "lacks what a model needs", marks=pytest.mark.slow),
+        pytest.param({"size": {"heads": 7}}, "lacks what a model needs", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_was_changed_is_refused(

@@ -153,8 +153,9 @@ class _Cliff:
         return lower(x, y, batch) + torch.sqrt(0.5 - x.abs().max()).clamp(max=0)
 
 
+@pytest.mark.slow
 @graphs
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_is_not_waited_for_breaks_later_and_nothing_has_moved(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

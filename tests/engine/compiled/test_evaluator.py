@@ -43,7 +43,7 @@ from tests.marks import slow_except
 
 @graphs
 @gathered
-@pytest.mark.parametrize("name", slow_except(["independent", "central"], SCHEMES))
+@pytest.mark.parametrize("name", slow_except(["independent"], SCHEMES))
 def test_every_scheme_takes_the_same_steps(name: str) -> None:
     eager, compiled = (solver(SCHEMES[name], compile=c) for c in (False, True))
     assert_same((eager, compiled), 6)
@@ -89,8 +89,9 @@ def test_blocks_of_row_numbers_end_in_the_middle_of_a_step(monkeypatch: pytest.M
     assert_same(runs, 10)
 
 
+@pytest.mark.slow
 @graphs
-@pytest.mark.parametrize("name", slow_except(["midpoint"], ["single pass", "midpoint"]))
+@pytest.mark.parametrize("name", ["single pass", "midpoint"])
 def test_iterates_stay_in_their_sets(name: str) -> None:
     problem = Problem(
         upper, lower, x_set=bilevel.sets.Box(-0.0005, 0.03), y_set=bilevel.sets.Simplex(0.3)
@@ -246,10 +247,9 @@ def test_minimize_gives_the_same_result() -> None:
         )
 
 
+@pytest.mark.slow
 @graphs
-@pytest.mark.parametrize(
-    "name", slow_except(["single pass"], ["forward", "independent", "single pass"])
-)
+@pytest.mark.parametrize("name", ["forward", "independent", "single pass"])
 def test_steps_that_are_not_waited_for_are_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,8 @@ def _of_ranks(rank: int, ranks: int, folder: Path, steps: int, kind: str) -> Any
     return _full(folder, steps, kind, slice(share * rank, share * (rank + 1)))
 
 
-@pytest.mark.parametrize("kind", slow_except(["plain tensors"], START))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", START)
 def test_between_one_rank_and_two(two: Ranks, kind: str, tmp_path: Path) -> None:
     alone = "plain tensors" if kind == "plain tensors" else "plain module"
     # whole epochs, because batches begin anew
@@ -293,6 +294,7 @@ def _go_on_and_go_back(rank: int, folder: Path) -> int:
     return _going_back(folder).steps
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_on_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
     _going_back(tmp_path, 5)
     assert two.run(_go_on_and_go_back, tmp_path) == [9, 9]

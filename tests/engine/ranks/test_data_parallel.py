@@ -39,7 +39,7 @@ def _all_kinds(rank: int, method: str, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("method", slow_except(["F2SA", "F3SA, combined"], METHODS))
+@pytest.mark.parametrize("method", slow_except(["F2SA"], METHODS))
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_iterates_are_those_of_one_process(two: Ranks, method: str, dtype: torch.dtype) -> None:
     answers = two.run(_all_kinds, method, dtype)
@@ -403,7 +403,8 @@ def _judges(rank: int, method: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", slow_except(["F2SA, one pass"], _JUDGES))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", _JUDGES)
 def test_x_may_be_a_wrapped_module_too(two: Ranks, method: str) -> None:
     start = network(torch.float64)
     alone = _judge(slice(None), start, start, _JUDGES[method])

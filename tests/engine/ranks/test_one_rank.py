@@ -65,7 +65,7 @@ def _sampled(
     return result.x, numbers(result.y), recorded
 
 
-@pytest.mark.parametrize("method", slow_except(["F2SA, AdamW", "F3SA"], METHODS))
+@pytest.mark.parametrize("method", slow_except(["F3SA"], METHODS))
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_iterates_and_samples_are_those_of_a_plain_process(
     one: Ranks, kind: str, method: str

@@ -170,7 +170,7 @@ def _raise_once(module: nn.Module, inputs: Any) -> None:
         ("first layer", "RuntimeError"),
         pytest.param("last layer", "ValueError", marks=pytest.mark.slow),
         pytest.param("between", "ValueError", marks=pytest.mark.slow),
-        ("after", "ValueError"),
+        pytest.param("after", "ValueError", marks=pytest.mark.slow),
     ],
 )
 def test_a_divided_module_that_raises_on_one_rank_raises_on_all(

@@ -107,7 +107,7 @@ def forgeries(
 
 
 @pytest.mark.filterwarnings("ignore::bilevel.errors.BilevelWarning")
-@pytest.mark.parametrize("name", slow_except(["auto", "a list of batches"], RUNS))
+@pytest.mark.parametrize("name", slow_except(["a list of batches"], RUNS))
 def test_a_forged_state_is_refused_or_runs(name: str) -> None:
     def solver() -> Solver:
         return Solver(problem(), torch.zeros(3), torch.zeros(3), **RUNS[name])
