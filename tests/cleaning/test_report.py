@@ -191,7 +191,7 @@ def test_the_wheel_has_the_page(tmp_path: Path) -> None:
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("report.html.j2", "report.css", "report.js"):
+    for name in ("report.html.j2", "report.css", "rows.js", "controls.js"):
         assert f"bilevel/cleaning/report/{name}" in names
 
 

@@ -40,7 +40,8 @@ def render(findings: Findings) -> str:
     """The HTML page."""
     files = resources.files(__name__)
     style = (files / "report.css").read_text(encoding="utf-8")
-    script = (files / "report.js").read_text(encoding="utf-8")
+    parts = [(files / name).read_text(encoding="utf-8") for name in ("rows.js", "controls.js")]
+    script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
         loader=PackageLoader(__name__, "."),
