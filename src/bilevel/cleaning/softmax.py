@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bilevel.cleaning.cross_entropy import loss_and_gradient, losses_of, slope_of
+from bilevel.cleaning.cross_entropy import loss_and_gradient, losses_of, places_of, slope_of
 from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import Array, DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
@@ -184,7 +184,8 @@ class SoftmaxRegression(Learner):
             return [y for part in parts for y in part]
         kept = weights.any(0).nonzero().squeeze(1)
         part = rows if len(kept) == len(rows) else rows.part(kept)
-        matrix, given = _matrix(part.everything()), labels[kept].numpy()
+        matrix = _matrix(part.everything())
+        places = places_of(labels[kept].numpy(), count, self.classes)
         shares = (weights[:, kept] / weights.sum(1, keepdim=True)).numpy()
         shape = self.width, count * self.classes
         size = shape[0] * shape[1]
@@ -192,7 +193,7 @@ class SoftmaxRegression(Learner):
         def objective(flat: Array) -> tuple[float, Array]:
             values = flat.astype(np.float32)
             weight, bias = values[:size].reshape(shape), values[size:]
-            loss, slope = loss_and_gradient(self.scores(weight, bias, matrix), given, shares)
+            loss, slope = loss_and_gradient(self.scores(weight, bias, matrix), places, shares)
             by_weight, by_bias = self.gradient(slope, matrix)
             gradient = np.concatenate([by_weight.reshape(-1), by_bias]).astype(np.float64)
             gradient[:size] += 2 * ridge * flat[:size]
@@ -275,20 +276,21 @@ class _WeightedLoss(torch.autograd.Function):
     ) -> Tensor:
         matrix, w = _matrix(features), weight.numpy()
         logits = learner.scores(w, bias.numpy(), matrix)
-        losses, *saved = losses_of(logits, labels.numpy(), learner.classes)
+        places = places_of(labels.numpy(), len(weights), learner.classes)
+        losses, *saved = losses_of(logits, places)
         ctx.learner, ctx.matrix, ctx.ridge = learner, matrix, ridge
-        ctx.saved = w, weights.numpy(), losses, labels.numpy(), *saved
+        ctx.saved = w, weights.numpy(), losses, places, *saved
         loss = np.vdot(weights.numpy(), losses) / len(labels) + ridge * np.vdot(w, w)
         return torch.tensor(loss, dtype=weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        w, weights, losses, labels, exponentials, sums = ctx.saved
-        factor = gradient.item() / len(labels)
+        w, weights, losses, places, exponentials, sums = ctx.saved
+        factor = gradient.item() / places.shape[1]
         of_model: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.needs_input_grad[0]:
-            slope = slope_of(labels, exponentials, sums, np.float32(factor) * weights)
+            slope = slope_of(places, exponentials, sums, np.float32(factor) * weights)
             by_weight, by_bias = ctx.learner.gradient(slope, ctx.matrix)
             by_weight += np.float32(2 * ctx.ridge * gradient.item()) * w
             of_model = torch.from_numpy(by_weight), torch.from_numpy(by_bias)
