@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize
+
+from bilevel.cleaning.lbfgs import minimised
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -74,13 +75,15 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     precision = 1 / max(len(given), 1)
     log_b = 0.0
     for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
-        b = np.exp(log_b)
+        b = float(np.exp(log_b))
         p = softmax(b * z)
-        mean = (p * z).sum(1)
+        p *= z
+        mean = p.sum(1)
         slope = b * (float(mean.mean()) - at_given) + precision * log_b
-        curvature = b * b * float(((p * z * z).sum(1) - mean * mean).mean()) + precision
-        step = float(np.clip(-slope / curvature, -1, 1))
-        log_b = float(np.clip(log_b + step, -5, 5))
+        p *= z
+        curvature = b * b * float((p.sum(1) - mean * mean).mean()) + precision
+        step = min(max(-slope / curvature, -1.0), 1.0)
+        log_b = min(max(log_b + step, -5.0), 5.0)
         if abs(step) < _TOLERANCE:
             break
     b = float(np.exp(log_b))
@@ -147,8 +150,8 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
 
     start = np.concatenate([equal, np.zeros(classes)])
     bounds = [(0, None)] * len(models) + [(None, None)] * classes
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
-    a, c = found.x[: len(models)], found.x[len(models) :]
+    found, _ = minimised(objective, start, bounds=bounds)
+    a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
     return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits)))
 
@@ -270,10 +273,7 @@ def separated(logits: Array, labels: Array) -> Pool:
             counts = q.T @ onehot + PRECISION * identity
             T = counts / counts.sum(1, keepdims=True)
         bounds = [(0, None)] + [(None, None)] * classes
-        options = {"maxiter": 5}
-        link = minimize(
-            objective, link, (q,), "L-BFGS-B", jac=True, bounds=bounds, options=options
-        ).x
+        link, _ = minimised(objective, link, (q,), bounds, maxiter=5)
         if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
             break
     return Pool(link[:1] * sharpness, link[1:])
@@ -308,9 +308,8 @@ def log_odds_of_shares(
         nonlocal link
         other = np.where(rows < reached, share / (classes - 1), 0.0)  # probability of other labels
         bounds = [(0, None)] + [(None, None)] * classes
-        fitted = minimize(objective, link, (other,), "L-BFGS-B", jac=True, bounds=bounds)
-        link = fitted.x
-        return -float(fitted.fun)
+        link, lowest = minimised(objective, link, (other,), bounds)
+        return -lowest
 
     none = evidence(0.0, len(z))
     wrong = [evidence(share, len(given)) for share in shares]

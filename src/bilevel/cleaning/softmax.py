@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bilevel.cleaning.cross_entropy import loss_and_gradient, losses_of, places_of, slope_of
+from bilevel.cleaning.lbfgs import minimised
 from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, HeldBack, Learner
 from bilevel.cleaning.rows import Array, DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
@@ -203,9 +203,14 @@ class SoftmaxRegression(Learner):
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
         ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-7
-        options = {"maxiter": self._iterations(len(kept)), "gtol": _TOLERANCE, "ftol": ftol}
-        found = minimize(objective, flat, jac=True, method="L-BFGS-B", options=options)
-        values = torch.from_numpy(found.x).float()
+        found, _ = minimised(
+            objective,
+            flat,
+            maxiter=self._iterations(len(kept)),
+            pgtol=_TOLERANCE,
+            factr=ftol / np.finfo(float).eps,
+        )
+        values = torch.from_numpy(found).float()
         every = {"weight": values[:size].view(shape), "bias": values[size:]}
         return [self.fold(every, number) for number in range(count)]
 
