@@ -182,18 +182,29 @@ class NoiseModel:
 
     def posterior(self, p: Array, b: Array, labels: Array) -> Array:
         """P(class k | sample, its labels), of shape (n, classes)."""
-        q = p
-        for column in labels.T:
-            likelihood = self._likelihood(b, column)
-            likelihood[column == MISSING] = 1.0
+        rows = np.arange(len(p))
+        columns = [(column, b[rows, column], column == MISSING) for column in labels.T]
+        return self.explained(p, columns)[0]
+
+    def explained(
+        self, p: Array, columns: list[tuple[Array, Array, Array]]
+    ) -> tuple[Array, list[Array]]:
+        """The posterior, and which part of each label the class alone explains, by sample.
+
+        Args:
+            p: the probability of each class.
+            columns: for each annotator the labels, their frequencies b, and which are missing.
+        """
+        q, parts = p, []
+        transitions = (1 - self.share) * self.transitions
+        for column, frequency, missing in columns:
+            by_class = transitions.take(column, 1).T
+            likelihood = self.share * frequency[:, None] + by_class
+            parts.append(by_class / (likelihood + 1e-300))
+            likelihood[missing] = 1.0
             q = q * likelihood
             q /= q.sum(1, keepdims=True) + 1e-300
-        return q
-
-    def _likelihood(self, b: Array, column: Array) -> Array:
-        """P(label | class k, sample), of shape (n, classes)."""
-        by_features: Array = self.share * b[np.arange(len(column)), column, None]
-        return by_features + ((1 - self.share) * self.transitions)[:, column].T
+        return q, parts
 
 
 def fit_noise(
@@ -217,14 +228,13 @@ def fit_noise(
     rows = np.arange(len(p))
     first = labels[rows, (labels != MISSING).argmax(1)]
     count = int((labels != MISSING).sum())
-    onehot = [identity[column] * (column != MISSING)[:, None] for column in labels.T]
+    columns = [(column, b[rows, column], column == MISSING) for column in labels.T]
+    onehot = [identity[column] * ~missing[:, None] for column, _, missing in columns]
     for _ in range(_ITERATIONS):
-        posterior = noise.posterior(p, b, labels)
+        posterior, parts = noise.explained(p, columns)
         counts = known.copy()
-        for column, chosen in zip(labels.T, onehot, strict=True):
-            confused = ((1 - noise.share) * noise.transitions)[:, column].T
-            part = posterior * confused / (noise._likelihood(b, column) + 1e-300)
-            counts += part.T @ chosen
+        for part, chosen in zip(parts, onehot, strict=True):
+            counts += (posterior * part).T @ chosen
         by_features = 1 - (counts.sum() - known.sum()) / count
         wrong = 1 - (np.trace(counts) + 0.5) / (counts.sum() + 1)
         expected = (1 - wrong) * identity + wrong / (classes - 1) * (1 - identity)

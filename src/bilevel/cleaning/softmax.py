@@ -100,7 +100,7 @@ class SoftmaxRegression(Learner):
         else:
             by_weight = matrix.T @ np.ascontiguousarray(slope.T)
         by_offset = slope.sum(1)
-        by_weight -= np.outer(self._mean_array, by_offset)
+        by_weight -= self._mean_array[:, None] * by_offset
         return by_weight, self._scale * by_offset
 
     def finished(self, y: Any) -> dict[str, Tensor]:
@@ -195,8 +195,9 @@ class SoftmaxRegression(Learner):
             weight, bias = values[:size].reshape(shape), values[size:]
             loss, slope = loss_and_gradient(self.scores(weight, bias, matrix), places, shares)
             by_weight, by_bias = self.gradient(slope, matrix)
-            gradient = np.concatenate([by_weight.reshape(-1), by_bias]).astype(np.float64)
-            gradient[:size] += 2 * ridge * flat[:size]
+            gradient: Array = 2 * ridge * flat
+            gradient[:size] += by_weight.reshape(-1)
+            gradient[size:] = by_bias
             return loss + ridge * float(flat[:size] @ flat[:size]), gradient
 
         first = [self.start() if start is None else start for start in starts]
