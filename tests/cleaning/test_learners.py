@@ -10,7 +10,7 @@ import torch
 from scipy import sparse
 
 from bilevel.cleaning.comparison import CrossFits
-from bilevel.cleaning.cross_entropy import loss_and_gradient
+from bilevel.cleaning.cross_entropy import loss_and_gradient, places_of
 from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.rows import DenseRows, Scaler, SparseFeatures
 from bilevel.cleaning.softmax import SoftmaxRegression
@@ -130,7 +130,8 @@ def test_the_loss_is_the_cross_entropy_and_its_gradient() -> None:
     )
     assert isinstance(expected, torch.Tensor)
     by_class = logits.detach().numpy().T.copy()
-    found, gradient = loss_and_gradient(by_class, labels.numpy(), weights.numpy())
+    places = places_of(labels.numpy(), 2, 4)
+    found, gradient = loss_and_gradient(by_class, places, weights.numpy())
     assert found == pytest.approx(float(expected.detach()))
     torch.testing.assert_close(
         torch.from_numpy(gradient.T), torch.autograd.grad(expected, logits)[0]

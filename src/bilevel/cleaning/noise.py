@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize
+
+from bilevel.cleaning.lbfgs import minimised
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -74,13 +75,15 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     precision = 1 / max(len(given), 1)
     log_b = 0.0
     for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
-        b = np.exp(log_b)
+        b = float(np.exp(log_b))
         p = softmax(b * z)
-        mean = (p * z).sum(1)
+        p *= z
+        mean = p.sum(1)
         slope = b * (float(mean.mean()) - at_given) + precision * log_b
-        curvature = b * b * float(((p * z * z).sum(1) - mean * mean).mean()) + precision
-        step = float(np.clip(-slope / curvature, -1, 1))
-        log_b = float(np.clip(log_b + step, -5, 5))
+        p *= z
+        curvature = b * b * float((p.sum(1) - mean * mean).mean()) + precision
+        step = min(max(-slope / curvature, -1.0), 1.0)
+        log_b = min(max(log_b + step, -5.0), 5.0)
         if abs(step) < _TOLERANCE:
             break
     b = float(np.exp(log_b))
@@ -147,8 +150,8 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
 
     start = np.concatenate([equal, np.zeros(classes)])
     bounds = [(0, None)] * len(models) + [(None, None)] * classes
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds)
-    a, c = found.x[: len(models)], found.x[len(models) :]
+    found, _ = minimised(objective, start, bounds=bounds)
+    a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
     return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits)))
 
@@ -179,18 +182,29 @@ class NoiseModel:
 
     def posterior(self, p: Array, b: Array, labels: Array) -> Array:
         """P(class k | sample, its labels), of shape (n, classes)."""
-        q = p
-        for column in labels.T:
-            likelihood = self._likelihood(b, column)
-            likelihood[column == MISSING] = 1.0
+        rows = np.arange(len(p))
+        columns = [(column, b[rows, column], column == MISSING) for column in labels.T]
+        return self.explained(p, columns)[0]
+
+    def explained(
+        self, p: Array, columns: list[tuple[Array, Array, Array]]
+    ) -> tuple[Array, list[Array]]:
+        """The posterior, and which part of each label the class alone explains, by sample.
+
+        Args:
+            p: the probability of each class.
+            columns: for each annotator the labels, their frequencies b, and which are missing.
+        """
+        q, parts = p, []
+        transitions = (1 - self.share) * self.transitions
+        for column, frequency, missing in columns:
+            by_class = transitions.take(column, 1).T
+            likelihood = self.share * frequency[:, None] + by_class
+            parts.append(by_class / (likelihood + 1e-300))
+            likelihood[missing] = 1.0
             q = q * likelihood
             q /= q.sum(1, keepdims=True) + 1e-300
-        return q
-
-    def _likelihood(self, b: Array, column: Array) -> Array:
-        """P(label | class k, sample), of shape (n, classes)."""
-        by_features: Array = self.share * b[np.arange(len(column)), column, None]
-        return by_features + ((1 - self.share) * self.transitions)[:, column].T
+        return q, parts
 
 
 def fit_noise(
@@ -214,14 +228,13 @@ def fit_noise(
     rows = np.arange(len(p))
     first = labels[rows, (labels != MISSING).argmax(1)]
     count = int((labels != MISSING).sum())
-    onehot = [identity[column] * (column != MISSING)[:, None] for column in labels.T]
+    columns = [(column, b[rows, column], column == MISSING) for column in labels.T]
+    onehot = [identity[column] * ~missing[:, None] for column, _, missing in columns]
     for _ in range(_ITERATIONS):
-        posterior = noise.posterior(p, b, labels)
+        posterior, parts = noise.explained(p, columns)
         counts = known.copy()
-        for column, chosen in zip(labels.T, onehot, strict=True):
-            confused = ((1 - noise.share) * noise.transitions)[:, column].T
-            part = posterior * confused / (noise._likelihood(b, column) + 1e-300)
-            counts += part.T @ chosen
+        for part, chosen in zip(parts, onehot, strict=True):
+            counts += (posterior * part).T @ chosen
         by_features = 1 - (counts.sum() - known.sum()) / count
         wrong = 1 - (np.trace(counts) + 0.5) / (counts.sum() + 1)
         expected = (1 - wrong) * identity + wrong / (classes - 1) * (1 - identity)
@@ -270,10 +283,7 @@ def separated(logits: Array, labels: Array) -> Pool:
             counts = q.T @ onehot + PRECISION * identity
             T = counts / counts.sum(1, keepdims=True)
         bounds = [(0, None)] + [(None, None)] * classes
-        options = {"maxiter": 5}
-        link = minimize(
-            objective, link, (q,), "L-BFGS-B", jac=True, bounds=bounds, options=options
-        ).x
+        link, _ = minimised(objective, link, (q,), bounds, maxiter=5)
         if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
             break
     return Pool(link[:1] * sharpness, link[1:])
@@ -308,9 +318,8 @@ def log_odds_of_shares(
         nonlocal link
         other = np.where(rows < reached, share / (classes - 1), 0.0)  # probability of other labels
         bounds = [(0, None)] + [(None, None)] * classes
-        fitted = minimize(objective, link, (other,), "L-BFGS-B", jac=True, bounds=bounds)
-        link = fitted.x
-        return -float(fitted.fun)
+        link, lowest = minimised(objective, link, (other,), bounds)
+        return -lowest
 
     none = evidence(0.0, len(z))
     wrong = [evidence(share, len(given)) for share in shares]

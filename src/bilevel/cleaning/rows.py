@@ -272,8 +272,9 @@ def _span(index: Tensor) -> slice | None:
     """The index as a slice, which copies nothing, if its numbers are consecutive."""
     if len(index) == 0:
         return None
-    first, last = int(index[0]), int(index[-1])
-    if last - first != len(index) - 1 or not bool((index.diff() == 1).all()):
+    numbers = index.numpy()  # an entry of a tensor takes ten times as long to read
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first != len(numbers) - 1 or not (np.diff(numbers) == 1).all():
         return None
     return slice(first, last + 1)
 
