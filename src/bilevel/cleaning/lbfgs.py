@@ -1,4 +1,4 @@
-"""L-BFGS-B as SciPy has it, for the many small fits of label cleaning."""
+"""L-BFGS-B of SciPy, for the many small fits of label cleaning."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ def minimised(
         bounds: the least and the largest value of each variable.
         options: ``maxiter``, ``pgtol`` and ``factr`` of ``fmin_l_bfgs_b``.
     """
-    gradient: Array = np.empty(0)
+    place, gradient = np.empty(0), np.empty(0)
 
     def value(x: Array, *args: Any) -> float:
-        nonlocal gradient
+        nonlocal place, gradient
+        place = x.copy()
         found, gradient = objective(x, *args)
         return found
 
     def slope(x: Array, *args: Any) -> Array:
-        return gradient  # SciPy asks for it where it has just asked for the value
+        if not np.array_equal(x, place):  # SciPy has so far asked for the value there just before
+            value(x, *args)
+        return gradient
 
     x, lowest, _ = fmin_l_bfgs_b(value, start, slope, args, bounds=bounds, **options)
     return x, float(lowest)

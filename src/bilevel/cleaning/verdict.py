@@ -150,12 +150,9 @@ def judge(
     given = task.labels[task.judged].numpy()
     rows = np.arange(len(given))
     old = task.old_labels
-    known = None
-    if old is not None:
-        known = np.zeros((p.shape[1], p.shape[1]))
-        np.add.at(known, (task.labels[task.trusted].numpy(), old), 1)
     fitted = noise is None
-    noise = fit_noise(p, frequency, votes, known) if noise is None else noise
+    if noise is None:
+        noise = fit_noise(p, frequency, votes, _counted(task, p.shape[1]))
     posterior = noise.posterior(p, frequency, votes)
     measured = old is not None and checked is not None
     certain = signs is not None and signs.certain
@@ -211,6 +208,15 @@ def judge(
         interval=(max(low - spread, 0.0), min(high + spread, 1.0)),
         noise=noise,
     )
+
+
+def _counted(task: CleaningTask, classes: int) -> Array | None:
+    """How often the trusted samples of each class had each label; None: that is not known."""
+    if task.old_labels is None:
+        return None
+    known = np.zeros((classes, classes))
+    np.add.at(known, (task.labels[task.trusted].numpy(), task.old_labels), 1)
+    return known
 
 
 def _lowest(quality: Array, share: float) -> float:
