@@ -21,10 +21,10 @@ _BLOCK = 1 << 16  # indices in a block: one call to the generator serves many mi
 _FIRST = 1 << 12  # indices that a CPU draws first of a block: short runs need no more
 
 WIDEST = 512
-"""Rows of a batch in a probe: with eight of them, one per cent of a loss is told from noise."""
+"""Rows of a batch in a wide probe: eight of them tell a rise of a few per cent from noise."""
 
 CHEAP = 1 << 15
-"""Numbers in a batch that take as long to evaluate as fewer, because most of it is the calls."""
+"""Numbers in a batch below which its size hardly counts: calling the operations takes longer."""
 
 KEPT_BYTES = 1 << 26
 """Of a probe; a larger one is taken again each time."""
