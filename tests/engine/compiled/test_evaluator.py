@@ -55,10 +55,7 @@ COUPLED = [
     ("a sweep in uneven parts", "independent"),
     ("loaders", "independent"),
 ]
-QUICK = {
-    ("a loader beside rows", "shared"),
-    ("a sweep in uneven parts", "independent"),
-}
+QUICK = {("a loader beside rows", "shared")}
 
 
 @graphs

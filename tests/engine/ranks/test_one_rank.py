@@ -17,7 +17,6 @@ from bilevel.run.history import MEASURED
 from tests.engine.ranks import tasks
 from tests.engine.ranks.ranks import Ranks, raised
 from tests.engine.ranks.tasks import METHODS, SAMPLES, START, numbers
-from tests.marks import slow_except
 
 DOUBLE = torch.float64
 WRAPPED = ("DDP", "FSDP2")
@@ -65,7 +64,8 @@ def _sampled(
     return result.x, numbers(result.y), recorded
 
 
-@pytest.mark.parametrize("method", slow_except(["F3SA"], METHODS))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_iterates_and_samples_are_those_of_a_plain_process(
     one: Ranks, kind: str, method: str
