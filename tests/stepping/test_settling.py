@@ -97,7 +97,8 @@ def test_a_lower_solution_that_has_far_to_go_is_not_called_settled() -> None:
 
 
 @pytest.mark.slow
-def test_estimates_with_momentum_do_not_grow_by_noise() -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_estimates_with_momentum_do_not_grow_by_noise(seed: int) -> None:
     """With steps of 1/L the paper's momentum makes F3SA's estimates grow without bound here."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(500, 20, generator=generator) * (
@@ -122,6 +123,7 @@ def test_estimates_with_momentum_do_not_grow_by_noise() -> None:
         lower_data=data,
         upper_data=data,
         batch_size=16,
+        seed=seed,
     )
     assert float(upper(found.x, found.y, data)) < 0.2 * float((data[1] ** 2).mean())
     method = F3SA(momentum=lambda k: 0.25)
