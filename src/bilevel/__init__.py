@@ -5,47 +5,53 @@
 Start with :class:`Problem` and :func:`minimize`; step by hand with :class:`Solver`; choose an
 algorithm with :class:`F2SA` or another of :data:`METHODS`; trust the result with
 :func:`check_hypergradient`.
+
+Everything here is imported when it is first asked for, so that ``import bilevel`` takes no time.
 """
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from typing import TYPE_CHECKING, Any
 
-from bilevel import errors
-from bilevel.engine import LossScale
-from bilevel.engine import ranks as distributed
-from bilevel.methods import (
-    AID,
-    BOME,
-    F2BA,
-    F2SA,
-    F3SA,
-    ITD,
-    MASOBA,
-    MEHA,
-    METHODS,
-    SOBA,
-    SOBO,
-    VPBGD,
-    Info,
-    Method,
-    NoBilevel,
-    State,
-)
-from bilevel.problem import FixedPoint, Problem, argmin, fixed_point, prox, sets
-from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers, minimize
-from bilevel.run._version import __version__
-from bilevel.sampling import Episodes
-from bilevel.stepping import Nesterov, SharedAdamW, schedules
-from bilevel.variables import Table
-
 if TYPE_CHECKING:
-    from bilevel import cleaning, data, diagnostics, mixing, problems, testing, theory
+    from types import ModuleType
+
+    from bilevel import cleaning, data, diagnostics, errors, mixing, problems, testing, theory
     from bilevel.cleaning import LabelCleaner
     from bilevel.diagnostics import check_hypergradient, hypergradient
+    from bilevel.engine import LossScale
+    from bilevel.engine import ranks as distributed
+    from bilevel.methods import (
+        AID,
+        BOME,
+        F2BA,
+        F2SA,
+        F3SA,
+        ITD,
+        MASOBA,
+        MEHA,
+        METHODS,
+        SOBA,
+        SOBO,
+        VPBGD,
+        Info,
+        Method,
+        NoBilevel,
+        State,
+    )
     from bilevel.mixing import DataMixer, Mixture
+    from bilevel.problem import FixedPoint, Problem, argmin, fixed_point, prox, sets
+    from bilevel.run import Checkpoint, Outcome, Result, Solver, loggers
+    from bilevel.run._version import __version__
     from bilevel.run.many import minimize_many
+    from bilevel.run.minimize import minimize
     from bilevel.run.results import Results
+    from bilevel.sampling import Episodes
+    from bilevel.stepping import Nesterov, SharedAdamW, schedules
+    from bilevel.variables import Table
 
 __all__ = [
     "AID",
@@ -101,39 +107,70 @@ __all__ = [
     "theory",
 ]
 
-# Modules that are public under a shorter name than that of their room: `bilevel.sets`.
-for _name in ("distributed", "loggers", "prox", "schedules", "sets"):
-    sys.modules[f"{__name__}.{_name}"] = globals()[_name]
-
-_LATER_MODULES = {
-    "cleaning": "bilevel.cleaning",
-    "data": "bilevel.data",
-    "diagnostics": "bilevel.diagnostics",
-    "mixing": "bilevel.mixing",
-    "problems": "bilevel.problems",
-    "testing": "bilevel.testing",
-    "theory": "bilevel.theory",
+# fmt: off
+_ROOMS = (
+    "cleaning", "data", "diagnostics", "engine", "errors", "methods", "mixing", "problem",
+    "problems", "run", "sampling", "stepping", "testing", "theory", "variables",
+)
+# fmt: on
+_SHORT_NAMES = {
+    "distributed": "bilevel.engine.ranks",
+    "loggers": "bilevel.run.loggers",
+    "prox": "bilevel.problem.prox",
+    "schedules": "bilevel.stepping.schedules",
+    "sets": "bilevel.problem.sets",
 }
-_LATER_NAMES = {
-    "DataMixer": "bilevel.mixing",
-    "LabelCleaner": "bilevel.cleaning",
-    "Mixture": "bilevel.mixing",
-    "Results": "bilevel.run.results",
-    "check_hypergradient": "bilevel.diagnostics",
-    "hypergradient": "bilevel.diagnostics",
-    "minimize_many": "bilevel.run.many",
+"""Modules that are public under a shorter name than that of their place."""
+_MODULES = {**{room: f"bilevel.{room}" for room in _ROOMS}, **_SHORT_NAMES}
+_HOMES = {
+    name: module
+    for module, names in {
+        "bilevel.cleaning": "LabelCleaner",
+        "bilevel.diagnostics": "check_hypergradient hypergradient",
+        "bilevel.engine": "LossScale",
+        "bilevel.methods": "AID BOME F2BA F2SA F3SA ITD MASOBA MEHA METHODS SOBA SOBO VPBGD"
+        " Info Method NoBilevel State",
+        "bilevel.mixing": "DataMixer Mixture",
+        "bilevel.problem": "FixedPoint Problem argmin fixed_point",
+        "bilevel.run": "Checkpoint Outcome Result Solver minimize",
+        "bilevel.run._version": "__version__",
+        "bilevel.run.many": "minimize_many",
+        "bilevel.run.results": "Results",
+        "bilevel.sampling": "Episodes",
+        "bilevel.stepping": "Nesterov SharedAdamW",
+        "bilevel.variables": "Table",
+    }.items()
+    for name in names.split()
 }
-"""What is imported when it is first asked for, and from where.
+"""The module that has each of the other names."""
 
-These modules need more than PyTorch and NumPy, or time to be imported that few programs need.
-"""
+
+class _ShortNames(MetaPathFinder, Loader):
+    """Makes ``from bilevel.sets import Box`` find the module that is elsewhere."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        known = package == __name__ and name in _SHORT_NAMES
+        return spec_from_loader(fullname, self) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> "ModuleType":
+        module = import_module(_SHORT_NAMES[spec.name.rpartition(".")[2]])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: "ModuleType") -> None:
+        # The import system has given the module the other name's specification; it keeps its own.
+        module.__spec__ = getattr(module.__spec__, "loader_state", None)
+
+
+sys.meta_path.append(_ShortNames())
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER_MODULES:
-        return import_module(_LATER_MODULES[name])
-    if name in _LATER_NAMES:
-        return getattr(import_module(_LATER_NAMES[name]), name)
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
