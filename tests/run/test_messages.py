@@ -219,7 +219,7 @@ def test_a_lower_level_without_a_minimum(
 def test_a_step_that_was_found_is_not_called_the_users() -> None:
     found = Choices(
         Source.FOUND, Source.FOUND, can_find=True, has_inner_steps=True, has_multiplier=True,
-        x_bounded=False, y_bounded=True, noisy=True,
+        x_bounded=False, y_bounded=True, noisy=True, has_batch_size=True,
     )  # fmt: skip
     text = str(diagnosis.Overlong(False, 3.0, 1.25, found).diagnosis("g does not fall"))
     assert "the step of y that was found is 3" in text

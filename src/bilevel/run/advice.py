@@ -52,6 +52,8 @@ class Choices:
         has_multiplier: whether it takes a ``multiplier``, which is a number.
         x_bounded, y_bounded: whether x and y have a set.
         noisy: whether f or g is evaluated on minibatches.
+        has_batch_size: whether the lower level's minibatches are sampled here, so that they may be
+            larger.
     """
 
     upper: Source
@@ -62,6 +64,7 @@ class Choices:
     x_bounded: bool
     y_bounded: bool
     noisy: bool
+    has_batch_size: bool
 
     def source(self, level: Level) -> Source:
         """Where the steps of that level come from."""
@@ -138,6 +141,7 @@ def choices_of(solver: Solver) -> Choices:
         x_bounded=problem.x_set is not None,
         y_bounded=problem.y_set is not None,
         noisy=not (draw.upper.deterministic and draw.lower.deterministic),
+        has_batch_size=draw.lower.sampled_here and not draw.lower.deterministic,
     )
 
 

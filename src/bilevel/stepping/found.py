@@ -6,7 +6,8 @@ step, which must not meet more than they found, and one at every *look*. Where n
 the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
 divided by sqrt(1 + n/10), where n counts the steps in that condition. It is halved for good where g
-rises at the lower solution while x rests.
+rises at the lower solution while x rests, as it does where some minibatches are much steeper than
+their mean.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -282,10 +283,11 @@ class FoundSizes(GivenSizes):
 
     def _lower_rose(self, found: Merits) -> bool:
         """Whether g at the lower solution rose while x rested: its steps are then too long."""
-        if self._traits.stiffness is None or self.pace is not None or not found.lower:
+        if self._traits.stiffness is None or self.pace is not None or self._settled:
             return False
         last = 0.0 if math.isnan(self._numbers.last) else self._numbers.last
-        return surely_rose(found.lower, self._rested, least=abs(last) / found.multiplier)
+        least = abs(last) / found.multiplier if found.multiplier else 0.0
+        return surely_rose(found.lower, self._rested, least=least)
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""

@@ -30,7 +30,7 @@ class Merits:
         gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
             have any sign, and is 0 here.
         upper: the part that is f.
-        lower: g(x, z) on each minibatch; empty where it is not part of the merit.
+        lower: g(x, z) on each minibatch.
         solution: f(x, z) on each, which the merit stands for; empty where g is not part of it.
         spread: f(x, z) - f(x, y) on each, what f changes by within the finite difference.
         multiplier: lam, with which g counts.
@@ -59,8 +59,8 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
         terms = [(Level.UPPER, y, u) for u, y in at_f if u]
         terms += [(Level.LOWER, y, lam * w) for w, y in at_g if w]
     forward = phi is not None and phi.stencil is FORWARD
-    if forward:
-        terms.append((Level.UPPER, state.solution, 0.0))  # not part of the merit
+    # not part of the merit: whether y follows, and what the merit stands for
+    terms.append((Level.UPPER if forward else Level.LOWER, state.solution, 0.0))
     uppers, lowers = draw.upper.wide_probe(), draw.lower.wide_probe()
     rewind = Rewind(x.device)
     places = range(max(len(uppers), len(lowers)))
@@ -87,7 +87,7 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
             at_solution[:] = column
     merits = [here + above for here, above in zip(f, gaps, strict=True)]
     if phi is None or not forward:
-        return Merits(merits)
+        return Merits(merits, lower=lower)
     gap = statistics.fmean(gaps)
     hidden = len(gaps) > 1 and gap <= standard_error(gaps)
     spread = [at_z - at_y for at_z, at_y in zip(solution, f, strict=True)]

@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bilevel.problem import Level
 from bilevel.run.advice import Choices, Source, choices_of, listed
 from bilevel.run.divergence.signs import OUTGROWN, Sign, Symptom
+from bilevel.run.history import History
 from bilevel.run.solver import Solver
 from bilevel.stepping import StepSizes, Update, slope_of, steepest_curvature
+from bilevel.variables import flatten, length
 
 BOTH_LEVELS = (Level.LOWER, Level.UPPER)
 CURVATURE_MARGIN = 1.1
 """The curvature L is measured from below: a step this much beyond 2/L is certainly too long."""
+
+RESTING = 1e-3
+"""The part of its length by which x may move and be said to rest: far less than a step that tells."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,18 @@ class Overlong:
             f"{listed(advice)} (1/L is {longest:.2g})",
             (Level.LOWER,),
         )
+
+
+def x_rests(solver: Solver, block: History) -> bool:
+    """Whether x hardly moved in the steps of a block of the history."""
+    if not solver.state.x_update.plain:
+        return False
+    rates, norms = block["upper_lr"], block["direction_norm"]
+    moved = rates > 0
+    steps = int(block["step"][-1] - block["step"][0]) + 1
+    way = float(np.sum(rates[moved] * norms[moved])) * steps / len(rates)
+    x = flatten(solver.state.x.leaves).detach()
+    return way <= RESTING * (length(x) or math.sqrt(x.numel()))
 
 
 def _step_of_y(choices: Choices) -> str:
@@ -160,12 +178,23 @@ def measured_cause(solver: Solver, seen: str) -> Diagnosis | None:
         )
 
 
-def diagnose(solver: Solver, sign: Sign, multiplier_growth: float) -> Diagnosis:
+def diagnose(
+    solver: Solver, sign: Sign, multiplier_growth: float, *, x_rests: bool = False
+) -> Diagnosis:
     """Which of the steps is too long in a run that shows that sign."""
     found = measured_cause(solver, sign.text)
     if found is not None:
         return found
     now, choices = step_sizes(solver), choices_of(solver)
+    if x_rests and choices.noisy:
+        batches = ["use a larger batch_size"] if choices.has_batch_size else []
+        return Diagnosis(
+            sign.text,
+            f"{_step_of_y(choices)} is too long for some minibatches, which are much steeper than "
+            f"others: x hardly moves, so that it is y that runs away",
+            listed([*batches, *choices.shorter(Level.LOWER)]),
+            (Level.LOWER,),
+        )
     if multiplier_growth >= OUTGROWN and now is not None:
         scheduled = callable(getattr(solver.method, "multiplier", None))
         slower = ["let it grow more slowly"] if scheduled else choices.bounds(Level.UPPER)

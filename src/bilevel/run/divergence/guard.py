@@ -14,6 +14,7 @@ from bilevel.run.divergence.diagnosis import (
     measured_cause,
     probing,
     slow_down,
+    x_rests,
 )
 from bilevel.run.divergence.signs import BLOCK, Signs
 from bilevel.run.history import Recorder
@@ -112,7 +113,8 @@ class Guard:
             self._jumping = self._overlong(rows)
         found = self._jumping
         if sign is not None:
-            found = diagnose(self._solver, sign, self._signs.multiplier_growth)
+            growth, rests = self._signs.multiplier_growth, x_rests(self._solver, block)
+            found = diagnose(self._solver, sign, growth, x_rests=rests)
         before, self.diverged = self.diverged, found is not None
         if found is None:
             if self.reaction == "backtrack" and self._signs.calm:
@@ -155,7 +157,7 @@ class Guard:
             step = None if probe is None else probe.longest_step(smallest=noise)
         if step is None:
             return None
-        return step.diagnosis(f"after {rows} recorded steps g(x, z) does not fall")
+        return step.diagnosis(f"after {rows} recorded steps g at the lower solution does not fall")
 
     def _keep(self) -> None:
         self._halved_since = []

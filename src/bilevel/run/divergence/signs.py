@@ -27,8 +27,8 @@ RISING = 3.0
 something begins to rise."""
 
 LEVELS = {
-    "upper": "f(x, z)",
-    "lower": "g(x, z)",
+    "upper": "f at the lower solution",
+    "lower": "g at the lower solution",
     "direction": "the norm of the direction",
     "spread": "multiplier * ||y - z||",
 }
