@@ -6,8 +6,7 @@ step, which must not meet more than they found, and one at every *look*. Where n
 the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
 divided by sqrt(1 + n/10), where n counts the steps in that condition. It is halved for good where g
-rises at the lower solution while x rests, as it does where some minibatches are much steeper than
-their mean.
+rises at the lower solution while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower

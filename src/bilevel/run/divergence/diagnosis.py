@@ -23,7 +23,7 @@ CURVATURE_MARGIN = 1.1
 """The curvature L is measured from below: a step this much beyond 2/L is certainly too long."""
 
 RESTING = 1e-3
-"""The part of its length by which x may move and be said to rest: far less than a step that tells."""
+"""The part of its length by which x may move and be said to rest: too little to tell upon y."""
 
 
 @dataclass(frozen=True)
