@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bilevel
 from bilevel import METHODS, Method
 from bilevel.methods import Ability
 
@@ -31,8 +32,10 @@ def table() -> str:
 
 
 def linked(method: type[Method[Any]]) -> str:
-    """The name of a class, with a link to its page, which has the reference."""
-    return f"[`{method.__name__}`](api/generated/bilevel.{method.__name__}.rst)"
+    """The name of a class, with a link to its page, which has the reference, if it is public."""
+    name = f"`{method.__name__}`"
+    public = method.__name__ in bilevel.__all__
+    return f"[{name}](api/generated/bilevel.{method.__name__}.rst)" if public else name
 
 
 ABILITIES = {

@@ -6,7 +6,7 @@ A method is an object without state of its own::
     info  = method.step(evaluator, state, sizes)     # one outer step, in place; what is reported
 
 To add another, write a file with a :class:`State` and a :class:`Method`, and name it in
-``methods/__init__.py``; CONTRIBUTING.md has the recipe.
+``methods/__init__.py``; docs/write-a-method.md has the recipe.
 """
 
 from __future__ import annotations
