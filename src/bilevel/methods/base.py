@@ -66,6 +66,11 @@ class Method(ABC, Generic[S]):
                     return str(limit.reason)
         return None
 
+    @property
+    def most_direction_batches(self) -> int:
+        """The most minibatches behind an x direction where the user leaves that open."""
+        return 1
+
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         """Refuse, with the reason, what the method cannot do with this problem, data or x."""
 

@@ -85,7 +85,7 @@ class F2SA(PaperMethod[F2SAState]):
             g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.found`;
             without sampling the steps have momentum, and are up to 3 T.
         upper_lr: s_k, the step of x. "auto": found, each step tested before it is kept, see there;
-            this holds a second copy of x and of each copy of y.
+            this holds a second copy of x and of each copy of y, in minibatches a third of y.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
             both rates "auto" it is found too, and raised where f is too strong for it; a number
             other than 10 is then the least (with coupling="independent" it stays as it is).
@@ -133,6 +133,7 @@ class F2SA(PaperMethod[F2SAState]):
 
     algorithm = "f2sa"
     follows_path = True
+    averages = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
@@ -171,6 +172,11 @@ class F2SA(PaperMethod[F2SAState]):
     @classmethod
     def _own_choices(cls, design: theory.Design) -> dict[str, Any]:
         return {"inner_steps": design.T}
+
+    @property
+    def most_direction_batches(self) -> int:
+        # steps of x that are given were chosen for the noise of one
+        return self.inner_steps if self.rates.upper is None and not self.single_pass else 1
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         super().check(problem, draw, x)

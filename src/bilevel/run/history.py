@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bilevel.methods import Info
+from bilevel.problem import Level
+from bilevel.sampling import Draw
 from bilevel.variables import Form
 from bilevel.variables.forms import record, refuse, tensor
 
@@ -175,6 +177,13 @@ class Recorder:
             **{name: measured[:, place].copy() for place, name in enumerate(names)},
             **{name: rates[:, place].copy() for place, name in enumerate(RATES)},
         }
+
+
+def add_direction_samples(history: History, draw: Draw) -> None:
+    """Add how many samples of f and of g were behind each x direction, where that was chosen."""
+    for level, size in zip(Level, draw.direction_samples, strict=True):
+        if size is not None:
+            history[f"{level.value}_direction_samples"] = np.full(len(history["step"]), size)
 
 
 def _longer(tensor: Tensor, more: int) -> Tensor:

@@ -37,7 +37,7 @@ from bilevel.run.checkpoint.folder import Checkpoint, CheckpointLike, checkpoint
 from bilevel.run.checkpoint.settings import differences
 from bilevel.run.convergence import Convergence
 from bilevel.run.divergence import REACTIONS, Guard, Reaction
-from bilevel.run.history import Recorder
+from bilevel.run.history import Recorder, add_direction_samples
 from bilevel.run.monitor import MODES, Monitor
 from bilevel.run.outcome import Outcome, Result
 from bilevel.run.precision import warn_if_stalled
@@ -432,6 +432,7 @@ class _Loop:
     def _result(self, outcome: Outcome, point: Point) -> Result:
         steps, seconds = self._solver.k, self._clock.seconds
         history = self._recorder.history(steps)
+        add_direction_samples(history, self._solver.draw)
         return Result(point.x, point.y, history, steps, seconds, outcome, point.k)
 
 

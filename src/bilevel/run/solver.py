@@ -28,7 +28,7 @@ from bilevel.run.checkpoint.shared import on_every_rank
 from bilevel.run.saving import Resumable
 from bilevel.run.setup import Arguments, Sampling, agree_on_ranks, announce_ranks, prepare
 from bilevel.sampling import DirectionSize, Draw, Episodes, EpisodicDraw, interrupts
-from bilevel.stepping import GivenSizes, StepSizePolicy
+from bilevel.stepping import GivenSizes, StepSizePolicy, batches_to_reach
 from bilevel.variables import Variable, local_part
 
 
@@ -71,8 +71,10 @@ class Solver(Resumable):
         data: :class:`bilevel.Episodes`, in which the batches of f and of g come in pairs, one for
             each task; in place of upper_data and lower_data.
         batch_size: rows per minibatch where they are sampled here. None: all of them every time.
-        direction_batch_size: how many samples are behind the x direction. None: one minibatch.
-            "all": one pass over all data, in order.
+        direction_batch_size: how many samples are behind the x direction. None: one minibatch, or
+            where a found step of x meets an x of which a minibatch reaches few entries, such as a
+            weight for each sample, as many as the inner steps use. "all": one pass over all data,
+            in order.
         compile: run each step as a compiled program (F2SA and F2BA with plain steps of y; needs
             PyTorch 2.11, while everything else runs from 2.4 on). The first step then takes seconds
             and every later one a fraction of its time; the iterates differ only by rounding (the
@@ -178,6 +180,9 @@ class Solver(Resumable):
                     self.evaluator.problem = TaskProblem(self.evaluator.problem)
                 self.evaluator.restart = Restart(y.clone(), draw.episodes)
             state: State = self.method.init(self.evaluator.problem, x, y)
+            most = self.method.most_direction_batches
+            if most > 1 and self.ranks is None:  # ranks would have to choose the same
+                draw.batches = batches_to_reach(self.problem, draw, state.x, state.solution, most)
             return state
 
     @property

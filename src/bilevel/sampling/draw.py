@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
+from bilevel.errors import StateError
 from bilevel.sampling.rows import split_batch
 from bilevel.sampling.stream import DirectionSize, Stream
 from bilevel.variables import Form
-from bilevel.variables.forms import record
+from bilevel.variables.forms import each, record, whole
 
 Nodes: TypeAlias = Sequence[tuple[bool, bool]]
 """For each copy of the lower variable whether f, and whether g, is evaluated at it."""
@@ -52,6 +53,8 @@ class Draw:
         chunked: whether minibatches too may be larger than that and are split.
 
     Attributes:
+        batches: how many minibatches of f and of g are behind an x direction where the size is not
+            given.
         tasks: how many lower levels an outer step has, each with samples and a copy of y of its
             own; more than one only in episodes.
     """
@@ -71,6 +74,7 @@ class Draw:
         self.direction_batch_size = direction_batch_size
         self.chunk_size = chunk_size
         self.chunked = chunked
+        self.batches = (1, 1)
 
     def begin(self) -> None:
         """Called before each outer step; episodes draw their tasks."""
@@ -79,6 +83,23 @@ class Draw:
     def start(self) -> Callable[[Any], Any] | None:
         """From x to where y starts in each outer step; None: it is no function of x."""
         return None
+
+    @property
+    def one_batch(self) -> bool:
+        """Whether an x direction is of one minibatch of each level."""
+        return self.direction_batch_size is None and self.batches == (1, 1)
+
+    @property
+    def direction_samples(self) -> tuple[int | None, int | None]:
+        """How many samples of f and of g were chosen to be behind an x direction; None: a batch."""
+        upper, lower = self.batches
+        return self.upper.rows_of(upper)[0], self.lower.rows_of(lower)[0]
+
+    @property
+    def in_one_part(self) -> bool:
+        """Whether the samples chosen to be behind an x direction are evaluated all at once."""
+        pairs = zip((self.upper, self.lower), self.batches, strict=True)
+        return all(size == part for size, part in (s.rows_of(count) for s, count in pairs))
 
     @property
     def sweeps(self) -> bool:
@@ -131,11 +152,15 @@ class Draw:
 
     def parts(self, *, upper: bool = False, lower: bool = False) -> Iterator[Sample]:
         """The samples behind one x direction, of one level or of both, in parts."""
-        size, chunk = self.direction_batch_size, self.chunk_size
-        return _paired(
-            self.upper.parts(size, chunk) if upper else (),
-            self.lower.parts(size, chunk) if lower else (),
-        )
+        streams = zip((self.upper, self.lower), self.batches, (upper, lower), strict=True)
+        return _paired(*(self._parts_of(*each) for each in streams))
+
+    def _parts_of(self, stream: Stream, batches: int, asked: bool) -> Iterable[tuple[Any, float]]:
+        if not asked:
+            return ()
+        if self.direction_batch_size is None:
+            return stream.parts(*stream.rows_of(batches))
+        return stream.parts(self.direction_batch_size, self.chunk_size)
 
     def mark(self) -> Any:
         """The present positions, at little cost; see :meth:`bilevel.sampling.Stream.mark`."""
@@ -147,17 +172,32 @@ class Draw:
             stream.go_back(place)
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions of both streams."""
-        return {"upper": self.upper.state_dict(), "lower": self.lower.state_dict()}
+        """The positions of both streams, and what was chosen to be behind an x direction."""
+        return {
+            "upper": self.upper.state_dict(),
+            "lower": self.lower.state_dict(),
+            "batches": list(self.batches),
+        }
 
     def state_form(self) -> Form:
         """What saved positions must look like."""
-        return record({"upper": self.upper.state_form(), "lower": self.lower.state_form()})
+        return record(
+            {
+                "upper": self.upper.state_form(),
+                "lower": self.lower.state_form(),
+                "batches": each([whole(1), whole(1)]),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved positions."""
         self.upper.load_state_dict(state["upper"])
         self.lower.load_state_dict(state["lower"])
+        upper, lower = state["batches"]
+        fits = self.upper.batches_in(upper) == upper and self.lower.batches_in(lower) == lower
+        if not fits:
+            raise StateError(f"the data has no x directions of {state['batches']!r} minibatches")
+        self.batches = upper, lower
 
 
 def _paired(

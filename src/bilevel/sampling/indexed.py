@@ -6,6 +6,7 @@ paper assumes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,9 @@ WIDEST = 512
 
 CHEAP = 1 << 15
 """Numbers in a batch below which its size hardly counts: calling the operations takes longer."""
+
+PART_BYTES = 1 << 22
+"""Of several minibatches that are evaluated at once: more of them do not stay in a CPU's caches."""
 
 KEPT_BYTES = 1 << 26
 """Of a probe; a larger one is taken again each time."""
@@ -71,6 +75,22 @@ class Indexed(Stream):
     def _cheap(self) -> int:
         """As many rows as a batch may have to take no longer than one that has fewer."""
         return 0
+
+    @property
+    def _part_bytes(self) -> float:
+        """The bytes of one minibatch; infinite where that is not known."""
+        return math.inf
+
+    def batches_in(self, most: int) -> int:
+        return 1 if self.batch_size is None else max(1, min(most, self.length // self.batch_size))
+
+    def rows_of(self, batches: int) -> tuple[int | None, int | None]:
+        if self.batch_size is None or batches == 1:
+            return None, None
+        # equal parts, so that a sum over a batch has the same weight in each
+        equal = (count for count in range(batches, 1, -1) if batches % count == 0)
+        together = next((n for n in equal if n * self._part_bytes <= PART_BYTES), 1)
+        return batches * self.batch_size, together * self.batch_size
 
     def peek(self) -> Any:
         return self._take(slice(0, self.batch_size or self.length))
@@ -181,6 +201,10 @@ class TensorRows(Indexed):
     @property
     def _cheap(self) -> int:
         return min(WIDEST, CHEAP * self.length // max(1, self.size))
+
+    @property
+    def _part_bytes(self) -> float:
+        return float(self.row_bytes * (self.batch_size or self.length))
 
     def next_indices(self, batches: int, size: int) -> Tensor:
         """The indices of the next minibatches, each of ``size``, one after the other.

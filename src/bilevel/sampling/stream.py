@@ -56,6 +56,17 @@ class Stream(ABC):
         """The same with larger batches, where these take no longer to evaluate."""
         return self.probe()
 
+    def batches_in(self, most: int) -> int:
+        """How many independent minibatches can be taken together, up to ``most``."""
+        return 1
+
+    def rows_of(self, batches: int) -> tuple[int | None, int | None]:
+        """How many samples so many minibatches have, and in what parts to evaluate them.
+
+        As :meth:`parts` takes them; for as many minibatches as :meth:`batches_in` says.
+        """
+        return None, None
+
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         """``size`` samples in parts of at most ``chunk``, each with its share of the whole."""
         if size is not None:

@@ -16,6 +16,7 @@ from bilevel.stepping.rates import (
     StepSizes,
     rate_or_optimizer,
 )
+from bilevel.stepping.reach import batches_to_reach
 from bilevel.stepping.schedules import (
     Constant,
     Power,
@@ -53,6 +54,7 @@ __all__ = [
     "Traits",
     "Update",
     "as_schedule",
+    "batches_to_reach",
     "policy_form",
     "positive_at",
     "rate_or_optimizer",

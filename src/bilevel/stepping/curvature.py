@@ -26,6 +26,9 @@ from bilevel.variables import (
 WAY_OF_A_STEP = 1e-2
 """Of y: over less, a kink of g looks like a curvature without bound; steps go about as far."""
 
+SLOPE_CHANGE = 0.2
+"""Of f within the finite difference in 1/lam; more of it, and lam is too small."""
+
 SHORTENINGS = 16
 """So many times a first step may be shortened, by ten at most: as far as double precision goes."""
 
@@ -227,6 +230,15 @@ def largest_multiplier(now: float, y: Variable, z: Variable, g: float, f: float)
     apart = length(a - b) / (length(b) or math.inf)
     closest = now * apart / rounding if apart else math.inf
     return min(closest, 0.1 / rounding * max(1.0, f / g if g > 0 else 1.0))
+
+
+def raised_multiplier(
+    now: float, slope: Slope, y: Variable, z: Variable, curvatures: list[Curvature], least: float
+) -> float:
+    """The multiplier with which f, of that slope, keeps it from z to y; raised at ``least``."""
+    wanted = max(change_within(slope, y, z) / SLOPE_CHANGE, least)
+    most = largest_multiplier(now, y, z, *(curvature.value for curvature in curvatures))
+    return min(now * min(wanted, 10.0), most) if math.isfinite(wanted) else now
 
 
 def mean_of(slopes: list[Slope]) -> Slope:

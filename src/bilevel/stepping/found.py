@@ -5,8 +5,9 @@ of g + f/lam. It is found by power iterations on differences of gradients, eight
 step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
 the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
-divided by sqrt(1 + n/10), where n counts the steps in that condition. It is halved for good where g
-rises at the lower solution while x rests.
+divided by sqrt(1 + n/10), where n counts the steps in that condition, and F2SA's copies go to their
+averages at each look (:mod:`bilevel.stepping.averaging`). It is halved for good where g rises at
+the lower solution while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -39,7 +40,9 @@ up to 8 while the step grows, and where x rests none is longer than that.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
 a test sees only what the probe shows, and y may break away within a window, no entry of x moves by
-more in a step than four times the median of all, or four units if that is more.
+more in a step than four times the median of all, or four units if that is more: a direction with an
+outlier is followed less far, and the step after it is not shorter. Where a minibatch reaches few
+entries of x, a direction is of several (:mod:`bilevel.stepping.reach`).
 
 *The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
 curvature of g, whatever the units of f and g are; of an f without curvature at 10 ||grad_y f|| /
@@ -65,16 +68,16 @@ from torch import Tensor
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import Rewind
+from bilevel.stepping.averaging import Average
 from bilevel.stepping.comparison import compare
 from bilevel.stepping.curvature import (
     Curvature,
     Slope,
-    change_within,
     cosine,
     first_multiplier,
-    largest_multiplier,
     mean_of,
     probed_slopes,
+    raised_multiplier,
 )
 from bilevel.stepping.flat import warn_if_flat
 from bilevel.stepping.memory import LATER_RESTS, MOST_RESTS, Numbers, Reference, reference_at
@@ -83,9 +86,9 @@ from bilevel.stepping.merit import (
     TOLERATED,
     Merits,
     is_noisy,
+    lower_rose,
     merits_at,
     standard_error,
-    surely_rose,
 )
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
@@ -98,11 +101,6 @@ FIRST_POWER_STEPS = 8
 REFERENCE_INNER_STEPS = 10
 """Windows are counted in outer steps of so many inner steps: fewer do not let y follow x."""
 
-WINDOW_OF_GIVEN_STEPS = 8
-"""The longest window where the steps of x are given, which nothing tests."""
-
-SLOPE_CHANGE = 0.2
-FIRST_SHARE = 0.1
 STEEPER = 4.0
 
 
@@ -124,6 +122,8 @@ class FoundSizes(GivenSizes):
         self._tests = rates.upper is None
         self._path = Pace(inner_steps) if traits.follows_path and finds else None
         self._settles = traits.settles and self._path is None and finds and self._tests
+        averages = traits.averages and finds and self._tests and not any(y.row_sparse)
+        self._average = Average() if averages else None
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
@@ -139,6 +139,8 @@ class FoundSizes(GivenSizes):
 
     def forget_path(self) -> None:
         self._numbers.resting = False
+        if self._average is not None:
+            self._average.restart()
 
     @property
     def longest_move(self) -> float:  # type: ignore[override]
@@ -160,6 +162,8 @@ class FoundSizes(GivenSizes):
             self.pace = None if self._noisy else self._path
         if self._start is None:
             self._start = flatten(state.x.leaves).detach().clone()
+        if self._average is not None and self._noisy and n.since:
+            self._average.add(state)
         n.since += 1
         self.due = look and self._tests
         if look:
@@ -167,7 +171,7 @@ class FoundSizes(GivenSizes):
             self._measure(objectives, state)
             rewind()
             if not self._tests:
-                n.since, n.window = 0, min(2 * n.window, WINDOW_OF_GIVEN_STEPS * self._unit)
+                n.begin_window_of_given_steps(self._unit)
         if look or self._changes or not self._rates.constant or self.pace is not None:
             self._set_sizes(state)
         assert self.current is not None
@@ -239,13 +243,11 @@ class FoundSizes(GivenSizes):
         # on the samples of the last look: to peek at others now would change what is saved
         slope = self._slope_of_f
         assert slope is not None, "a look comes before every test"
-        rewind = Rewind(state.x.device)
-        wanted = max(change_within(slope, y, z) / SLOPE_CHANGE, least)
-        rewind()
         now = float(self.current.multiplier) if self.current is not None else state.multiplier
-        most = largest_multiplier(now, y, z, *(c.value for c in self._curvatures))
-        raised = min(now * min(wanted, 10.0), most)
-        if not (raised > now and math.isfinite(wanted)):
+        rewind = Rewind(state.x.device)
+        raised = raised_multiplier(now, slope, y, z, self._curvatures, least)
+        rewind()
+        if not raised > now:
             return False
         self._contract(state, now / raised)
         self._numbers.multiplier = raised
@@ -262,11 +264,16 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks, self._changes = 0, n.looks + 1, True
+        if self._average is not None and self._noisy:
+            self._average.add(state)
+            self._average.take(objectives, state)
         found = self._settled[0] if self._settled else merits_at(objectives, state, phi)
         direction = gain * flatten(state.x.grads())
         if not all(map(math.isfinite, found.values)):
             return self._go_back(state, math.inf)
-        if self._lower_rose(found):
+        # y rests or follows x by steps that are not tested one by one: are they too long?
+        untested = self._traits.stiffness is not None and not (self.pace or self._settled)
+        if untested and lower_rose(found, self._rested, 0.0 if math.isnan(n.last) else n.last):
             n.brake *= 2
             if not self._put_back(state):
                 self._rested = found.lower
@@ -279,14 +286,6 @@ class FoundSizes(GivenSizes):
         if upper or self.returned:
             n.resting = False
         return upper
-
-    def _lower_rose(self, found: Merits) -> bool:
-        """Whether g at the lower solution rose while x rested: its steps are then too long."""
-        if self._traits.stiffness is None or self.pace is not None or self._settled:
-            return False
-        last = 0.0 if math.isnan(self._numbers.last) else self._numbers.last
-        least = abs(last) / found.multiplier if found.multiplier else 0.0
-        return surely_rose(found.lower, self._rested, least=least)
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
@@ -310,12 +309,12 @@ class FoundSizes(GivenSizes):
             # back where the window began: was it a failure against the merit as it is now?
             n.drift = abs(value - statistics.fmean(before.merits or [value]))
             if n.drift > TOLERATED * abs(value):
-                n.shorten(math.inf, noisy=bool(self._noisy))
+                n.shorten(math.inf, n.longest_step(direction), noisy=bool(self._noisy))
                 n.measure_anew()
                 return 0.0
             rise = n.failed - value
             if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
-                n.shorten(rise, noisy=bool(self._noisy))
+                n.shorten(rise, n.longest_step(direction), noisy=bool(self._noisy))
             n.failed = math.nan
             return self._go_on(state, direction, found, settled)
         steeper = self._met() > STEEPER * before.steepness > 0
@@ -359,7 +358,7 @@ class FoundSizes(GivenSizes):
             return 0.0
         if self._noisy:
             latest = [here - there for here, there in zip(merits, before.latest, strict=False)]
-            n.learn_from_merits(latest, self._unit)
+            n.learn_from_merits(latest, self._unit, n.longest_step(direction))
         else:
             n.learn_from_secant(way, direction - before.direction)
         n.returns, n.drift = 0, n.drift / 2
@@ -370,12 +369,10 @@ class FoundSizes(GivenSizes):
         return self._go_on(state, direction, found, settled, keep=not gained)
 
     def _met(self) -> float:
-        """The curvature that the lower steps met in the last outer step."""
+        """The curvature that the lower steps met; infinite where a gradient overflowed."""
         if self.pace is None:
             return self._numbers.steepness
-        if not self.pace.rate:
-            return math.inf  # a gradient overflowed on the way
-        return max(self._numbers.steepness, 1 / self.pace.rate)
+        return max(self._numbers.steepness, 1 / self.pace.rate if self.pace.rate else math.inf)
 
     def _go_on(
         self,
@@ -392,9 +389,7 @@ class FoundSizes(GivenSizes):
         norm, first = length(direction), math.isnan(n.upper)
         x = flatten(state.x.leaves)
         if first and norm:
-            reach = FIRST_SHARE * (length(x) or math.sqrt(x.numel()))
-            promise = FIRST_SHARE * abs(statistics.fmean(found.values or [0.0])) / norm
-            n.upper = n.first = min(reach, promise or reach) / norm / self._unit
+            n.begin_at(x, norm, statistics.fmean(found.values or [0.0]), self._unit)
         # in minibatches the looks at which y was fitted are over: x must not set out too coarsely
         coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
         if coarse and self._raise_multiplier(state):
@@ -413,7 +408,7 @@ class FoundSizes(GivenSizes):
                 warn_if_flat(state, self._slope_of_f)
             return 0.0
         if self._noisy:
-            n.limit_moves(x, direction, self._unit)
+            n.limit_moves(x, direction, first=first)
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:
@@ -435,6 +430,7 @@ class FoundSizes(GivenSizes):
         for curvature, known in zip(self._curvatures, before.curvatures, strict=True):
             curvature.load_state_dict(known)
         state.reset_estimators()
+        self.forget_path()
         self._rested = before.lower
         return True
 
@@ -477,6 +473,7 @@ class FoundSizes(GivenSizes):
             "start": saved(self._start),
             "reference": None if there is None else saved(vars(there)),
             "rested": self._rested,
+            "average": saved(self._average) if self._average else None,
             "path": saved(self._path.state_dict()) if self._path and n.resting else None,
             "signal": self._signal,
         }
@@ -495,6 +492,8 @@ class FoundSizes(GivenSizes):
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._rested = list(state["rested"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
         if self._path is not None and state["path"] is not None:
             self._path.load_state_dict(saved(state["path"]))
         self._signal, self._closing = state["signal"], False

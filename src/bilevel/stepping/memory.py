@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel.errors import StateError
 from bilevel.stepping.merit import TOLERATED, Merits, standard_error, surely_rose
 from bilevel.stepping.policy import Iterate
-from bilevel.variables import flatten
+from bilevel.variables import flatten, length
 
 MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
@@ -20,8 +20,13 @@ MOST_RESTS, LATER_RESTS = 10, 3
 LONGEST_WINDOW, GROWING_WINDOW = 64, 8
 """In longer ones a failure costs much; while the step still grows, a look costs about a step."""
 
+WINDOW_OF_GIVEN_STEPS = 8
+"""The longest window where the steps of x are given, which nothing tests."""
+
 LONGEST_MOVE = 4.0
 """In units of x: from one end of a sigmoid to the other."""
+
+FIRST_SHARE = 0.1
 
 LEAST_SHARE = 1e-3
 """Of the first step of x: a few unlucky tests must not end a run."""
@@ -81,6 +86,16 @@ class Numbers:
     measuring: bool = True
     resting: bool = False
 
+    def begin_window_of_given_steps(self, unit: int) -> None:
+        """From one look to the next where nothing tests the steps of x."""
+        self.since, self.window = 0, min(2 * self.window, WINDOW_OF_GIVEN_STEPS * unit)
+
+    def begin_at(self, x: Tensor, norm: float, merit: float, unit: int) -> None:
+        """The first step of x: it promises a tenth of the merit, and moves x by a tenth at most."""
+        reach = FIRST_SHARE * (length(x) or math.sqrt(x.numel()))
+        promise = FIRST_SHARE * abs(merit) / norm
+        self.upper = self.first = min(reach, promise or reach) / norm / unit
+
     def measure_anew(self) -> None:
         """The merit is another one from now on: measure it before x moves again."""
         self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS
@@ -107,8 +122,17 @@ class Numbers:
         share = min(self.steady, 1 / math.sqrt(1 + self.noisy / (10 * unit)))
         return share / (self.steepness * self.brake)
 
-    def shorten(self, rise: float, *, noisy: bool) -> None:
-        """Shorten the step of x after a window that failed, by which the merit rose by so much."""
+    def longest_step(self, direction: Tensor) -> float:
+        """The step with which no entry of x moves further along it than it may."""
+        largest = float(direction.abs().max()) if len(direction) else 0.0
+        return self.longest_move / largest if largest else math.inf
+
+    def shorten(self, rise: float, longest: float, *, noisy: bool) -> None:
+        """Shorten the step of x after a window that failed, by which the merit rose by so much.
+
+        Beyond the ``longest`` it made no difference: what is shortened is the step that was taken.
+        """
+        self.upper = min(self.upper, longest)
         if not math.isfinite(rise):
             self.upper *= 0.25
         elif noisy or not self.promised > 0:
@@ -122,20 +146,27 @@ class Numbers:
         secant = float(way @ way) / bend if bend > 0 else math.inf
         self.upper = max(0.1 * self.upper, min(2 * self.upper, secant))
 
-    def learn_from_merits(self, rises: list[float], unit: int) -> None:
-        """The step and the window after one that passed, by what the merits rose in it."""
-        fell = bool(rises) and statistics.fmean(rises) < -standard_error(rises)
-        self.upper *= 2.0 if fell else 0.8 ** (self.window / LONGEST_WINDOW / unit)
-        longest = GROWING_WINDOW if fell else LONGEST_WINDOW
-        self.window = max(self.window, min(2 * self.window, longest * unit))
+    def learn_from_merits(self, rises: list[float], unit: int, longest: float) -> None:
+        """The step and the window after one that passed, by what the merits rose in it.
 
-    def limit_moves(self, x: Tensor, direction: Tensor, unit: int) -> None:
-        """Limit the step of x on both sides; one that cannot grow needs no short windows."""
+        A step does not grow beyond the ``longest``; nor is it shortened to that, which a single
+        entry of one noisy direction may decide: no step moves x further than it may anyway.
+        """
+        fell = bool(rises) and statistics.fmean(rises) < -standard_error(rises)
+        grows = fell and 2 * self.upper <= longest
+        if fell:
+            self.upper = max(self.upper, min(2 * self.upper, longest))
+        else:
+            self.upper *= 0.8 ** (self.window / LONGEST_WINDOW / unit)
+        most = GROWING_WINDOW if grows else LONGEST_WINDOW
+        self.window = max(self.window, min(2 * self.window, most * unit))
+
+    def limit_moves(self, x: Tensor, direction: Tensor, *, first: bool) -> None:
+        """Limit how far x moves, and its step on both sides."""
         self.longest_move = LONGEST_MOVE * max(1.0, float(x.abs().median()))
-        longest = self.longest_move / float(direction.abs().max())
-        if self.upper > longest:
-            self.window = max(self.window, min(2 * self.window, LONGEST_WINDOW * unit))
-        self.upper = min(max(self.upper, LEAST_SHARE * self.first), longest)
+        if first:
+            self.upper = min(self.upper, self.longest_step(direction))
+        self.upper = max(self.upper, LEAST_SHARE * self.first)
 
     @classmethod
     def checked(cls, found: Any) -> Numbers:

@@ -114,6 +114,12 @@ def standard_error(rises: list[float]) -> float:
     return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
 
 
+def lower_rose(found: Merits, rested: list[float], last: float) -> bool:
+    """Whether g at the lower solution rose while x rested, at ``last`` with that merit."""
+    least = abs(last) / found.multiplier if found.multiplier else 0.0
+    return surely_rose(found.lower, rested, least=least)
+
+
 def surely_rose(here: list[float], there: list[float], least: float = 0.0) -> bool:
     """Whether values on the same minibatches rose for sure, and by more than a tenth of them."""
     rises = [value - before for value, before in zip(here, there, strict=False)]

@@ -48,7 +48,7 @@ def both_ways(
     if request.param == "by compiled code":
         prepared = feed.Feed.__init__
 
-        def unprepared(self: Any, *arguments: Any, ahead: bool) -> None:
-            prepared(self, *arguments, ahead=False)
+        def unprepared(self: Any, *arguments: Any, ahead: bool, **options: Any) -> None:
+            prepared(self, *arguments, ahead=ahead and "sizes" in options, **options)
 
         monkeypatch.setattr(feed.Feed, "__init__", unprepared)

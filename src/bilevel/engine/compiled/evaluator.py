@@ -89,25 +89,34 @@ class CompiledEvaluator(EagerEvaluator):
         *,
         defers: bool,
     ) -> None:
-        draw = evaluator.draw
-        super().__init__(evaluator.problem, draw, execution, defers=defers)
+        super().__init__(evaluator.problem, evaluator.draw, execution, defers=defers)
         self._step = step
         self._state = state
         state.policy.without_pace()
+        self._unchanged = False
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is compiled for the samples that are behind an x direction now."""
+        draw, state = self.draw, self._state
+        self._batches = draw.batches
         # the structure of a step depends on no rate, so any will do to record it
-        plan = self._plan = record(self, step, state, StepSizes(1.0, 1.0, 1.0, 1.0))
+        plan = self._plan = record(self, self._step, state, StepSizes(1.0, 1.0, 1.0, 1.0))
         self._phi = phi = plan.descent.phi
-        self._one_part = draw.direction_batch_size is None and not plan.single_pass
+        one_batch = draw.one_batch and not plan.single_pass
+        wide = self._gathers_wide(plan)
+        self._one_part = one_batch or wide
         # whether every step runs the same code on the same tensors
         self._planned = Feed.possible(draw) and (
-            draw.direction_batch_size in (None, "all") or plan.single_pass
+            self._one_part or draw.direction_batch_size == "all" or plan.single_pass
         )
         self._feed: Feed | None = None
+        self._wide: Feed | None = None
         if Feed.possible(draw):
-            evaluations, device = plan.evaluations + self._one_part, state.x.device
-            self._feed = Feed(
-                draw, phi.stencil.nodes, phi.shared, evaluations, device, ahead=self._planned
-            )
+            feed = partial(Feed, draw, phi.stencil.nodes, phi.shared, device=state.x.device)
+            self._feed = feed(plan.evaluations + one_batch, ahead=self._planned)
+            if wide:
+                self._wide = feed(1, ahead=True, sizes=draw.direction_samples)
         # the parts of a sweep over rows are views of them: the same ones every time
         self._sweep: list[list[Sample]] | None = None
         if self._feed is not None and draw.direction_batch_size == "all":
@@ -126,7 +135,6 @@ class CompiledEvaluator(EagerEvaluator):
         # an optimizer may do anything
         self._simple = state.x_update.plain
         self._asks = True
-        self._unchanged = False
         self._dialled: tuple[StepSizes, float] | None = None
         self._given: list[list[Sample]] = []
         self._place: dict[str, Any] | None = None
@@ -137,6 +145,12 @@ class CompiledEvaluator(EagerEvaluator):
         self._begun: list[_Begun] = []
         self._start: dict[str, Any] = {}
         self._sound = False
+
+    def _gathers_wide(self, plan: Plan) -> bool:
+        """Whether an x direction is one evaluation on the rows of several minibatches."""
+        draw, on_cpu = self.draw, self._state.x.device.type == "cpu"
+        chosen = draw.batches != (1, 1) and not plan.single_pass
+        return chosen and on_cpu and draw.in_one_part and Feed.possible(draw)
 
     @property
     def compilations(self) -> int:
@@ -167,6 +181,8 @@ class CompiledEvaluator(EagerEvaluator):
             return self.taken_back(state, measure=measure)
 
     def _outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
+        if self.draw.batches != self._batches:  # those of a state that was loaded
+            self._prepare()
         phases = None
         if self._works and self._planned:
             try:
@@ -208,6 +224,8 @@ class CompiledEvaluator(EagerEvaluator):
         self._place = None
         if self._feed is not None:
             self._feed.fill()
+        if self._wide is not None:
+            self._wide.fill()
         try:
             if phases is not None:
                 self._run(phases, measure)
@@ -315,7 +333,11 @@ class CompiledEvaluator(EagerEvaluator):
             if reported:
                 yield self._reporting(self._samples_of(last))
             return
-        if self._one_part:
+        if self._wide is not None:
+            ready = self._wide.gathering(0, beside=False)
+            assert ready is not None, "rows are gathered ahead on a CPU"
+            yield ready
+        elif self._one_part:
             yield from self._gathering(self._plan.inner_steps)
         traced = self._whole if self._one_part else self._part
         for samples in self._parts():
@@ -338,6 +360,8 @@ class CompiledEvaluator(EagerEvaluator):
         return next(self._last_step())
 
     def _parts(self) -> Iterable[Samples]:
+        if self._wide is not None:
+            return [self._wide.gathered(0)]
         if self._one_part:
             return [self._samples_of(self._plan.inner_steps)]
         if self._sweep is not None:
@@ -379,6 +403,8 @@ class CompiledEvaluator(EagerEvaluator):
         before = self._given[done:]
         if self._feed is not None:
             before = self._feed.rest(done)
+        if self._wide is not None:
+            before += self._wide.rest(0)
         if self._place is not None:
             self.draw.load_state_dict(self._place)
         draw, self.draw = self.draw, RedrawnSamples(self.draw, before)

@@ -27,9 +27,10 @@ class LevelBatches:
         stream: no data, or rows.
         steps: how many evaluations an outer step has.
         samples: how many minibatches each of them needs.
+        size: the rows of a minibatch; None: as the stream has it.
     """
 
-    def __init__(self, stream: Stream, steps: int, samples: int) -> None:
+    def __init__(self, stream: Stream, steps: int, samples: int, size: int | None = None) -> None:
         self._stream = stream
         self._rows: Any = None
         self._length = 0
@@ -38,8 +39,8 @@ class LevelBatches:
             self._rows = stream.rows
             self._length = stream.length
             if stream.batch_size is not None:
-                size = (steps, samples, stream.batch_size)
-                self._numbers = torch.zeros(size, dtype=torch.int64, device=stream.device)
+                shape = (steps, samples, size or stream.batch_size)
+                self._numbers = torch.zeros(shape, dtype=torch.int64, device=stream.device)
                 self._flat = self._numbers.view(-1)
         self._slots: list[Any] = []
         self._columns: list[tuple[Tensor, Tensor]] = []
@@ -116,6 +117,7 @@ class Feed:
         ahead: whether minibatches may be gathered before they are needed. On a CPU they are: whole
             rows are copied, where compiled code would look up every few numbers which row they
             belong to.
+        sizes: the rows of a minibatch of f and of g; None: as the streams have it.
 
     Attributes:
         evaluations: of how many evaluations the minibatches are gathered at a time; 0: of none.
@@ -130,14 +132,15 @@ class Feed:
         device: torch.device,
         *,
         ahead: bool,
+        sizes: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self._nodes = nodes
         self._shared = shared
         self._device = device
         self.steps = steps
         f, g = (1, 1) if shared else (sum(f for f, _ in nodes), sum(g for _, g in nodes))
-        self._upper = LevelBatches(draw.upper, steps, f)
-        self._lower = LevelBatches(draw.lower, steps, g)
+        self._upper = LevelBatches(draw.upper, steps, f, sizes[0])
+        self._lower = LevelBatches(draw.lower, steps, g, sizes[1])
         levels = (self._upper, self._lower)
         size = sum(level.size for level in levels)
         self.evaluations = 0
@@ -231,6 +234,7 @@ class RedrawnSamples(Draw):
 
     def __init__(self, draw: Draw, before: list[list[Sample]]) -> None:
         super().__init__(draw.upper, draw.lower, draw.direction_batch_size, draw.chunk_size)
+        self.batches = draw.batches
         self._before = before
 
     def inner(self, nodes: Nodes, shared: bool) -> list[Sample]:

@@ -1,0 +1,99 @@
+"""Averages of the copies of y along their path, where minibatches keep them from resting.
+
+The steps of y under noise shrink as 1/sqrt(n), with which the error of the *average* of y falls as
+fast as that of any method (Polyak and Juditsky 1992), while y itself stays about as far from its
+solution as a step takes it. x is tested, and returned, together with the better of the two: at each
+look all copies go to their averages if g at the lower solution is lower there, on the samples that
+x is tested on, by more than its standard error. Otherwise, as where x has moved on too fast for an
+average, they stay, and what is averaged begins anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.problem import Objectives
+from bilevel.sampling import Rewind
+from bilevel.stepping.merit import standard_error
+from bilevel.stepping.policy import Iterate
+from bilevel.variables import Variable, saved, values_only
+
+AVERAGED = 16
+"""Outer steps that count in an average: what samples add to y, as far as it is independent from one
+to the next, falls to a sixth (1/sqrt(31) for weights that fade), and x moves little in so many."""
+
+
+class Average:
+    """The averages of all copies of y, in which older steps fade."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._means: list[list[Tensor]] = []
+
+    def restart(self) -> None:
+        """Forget everything: the copies were put elsewhere, or x has moved too fast."""
+        self._count, self._means = 0, []
+
+    @torch.no_grad()
+    def add(self, state: Iterate) -> None:
+        """Count where the copies are now, at the end of an outer step."""
+        self._count += 1
+        places = [copy.leaves for copy in copies_of(state)]
+        if self._count == 1:
+            self._means = [[leaf.detach().clone() for leaf in leaves] for leaves in places]
+            return
+        share = max(1 / AVERAGED, 1 / self._count)
+        for means, leaves in zip(self._means, places, strict=True):
+            torch._foreach_lerp_(means, [leaf.detach() for leaf in leaves], share)
+
+    @torch.no_grad()
+    def take(self, objectives: Objectives, state: Iterate) -> None:
+        """Move all copies to their averages if g is lower at that of the lower solution."""
+        if self._count < 2 or not objectives.draw.lower.probed:
+            return
+        here = _values(objectives, state)
+        places = [[leaf.detach().clone() for leaf in copy.leaves] for copy in copies_of(state)]
+        _put(state, self._means)
+        for update in state.updates():
+            if update.variable is not state.x:  # a set need not hold the averages of its members
+                update.project()
+        falls = [now - there for now, there in zip(here, _values(objectives, state), strict=True)]
+        if not statistics.fmean(falls) > standard_error(falls):
+            _put(state, places)
+            self.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, and how many steps are in them."""
+        return {"count": self._count, "means": saved(self._means)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._count, self._means = state["count"], saved(state["means"])
+
+
+def copies_of(state: Iterate) -> Sequence[Variable]:
+    """All copies of y."""
+    return [variable for variable in state.variables() if variable is not state.x]
+
+
+def _put(state: Iterate, places: list[list[Tensor]]) -> None:
+    for copy, place in zip(copies_of(state), places, strict=True):
+        torch._foreach_copy_(copy.leaves, place)
+
+
+def _values(objectives: Objectives, state: Iterate) -> list[float]:
+    """The values of g at the lower solution, on each minibatch of the probe."""
+    x, z, rewind = state.x, state.solution, Rewind(state.x.device)
+    values = []
+    with values_only(x, z):
+        for batch in objectives.draw.lower.wide_probe():
+            rewind()
+            values.append(objectives.g(x, z, batch).detach().double())
+    rewind()
+    found: list[float] = objectives.mean(torch.stack(values)).tolist()
+    return found
