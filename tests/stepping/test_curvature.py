@@ -43,6 +43,25 @@ def test_a_difference_of_gradients_is_a_hessian_product() -> None:
     assert torch.equal(y.value, point)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_curvature_at_a_solution_that_is_zero(dtype: torch.dtype) -> None:
+    """The gradient there is rounding, and says nothing of how far y may be expected to move."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:  # towards equal probabilities of three classes
+        rows = X.to(y.dtype)
+        return -torch.log_softmax(rows @ y.view(4, 3), 1).mean() + 0.01 * (y * y).sum()
+
+    hessian: Any = torch.autograd.functional.hessian(loss, torch.zeros(12, dtype=torch.float64))
+    y = Variable.copy_of(torch.zeros(12, dtype=dtype), "y")
+    x = Variable.copy_of(torch.zeros(()), "x")
+    slope = slope_of(lambda x, y, b: loss(y.value), x, [None])
+    curvature = Curvature(y, seed=0)
+    curvature.refine(slope, y, 8)
+    assert curvature.value == pytest.approx(float(torch.linalg.eigvalsh(hessian).max()), rel=0.1)
+
+
 def test_a_linear_function_with_rounding_is_not_looked_at_from_ever_further_away() -> None:
     """Its estimates fall from one iteration to the next, because all of them are rounding."""
     y = Variable.copy_of(torch.zeros(5), "y")

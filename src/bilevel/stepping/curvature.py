@@ -144,9 +144,10 @@ class Curvature:
             # curvature: then the scale would grow without limit.
             largest = max(largest, found)
             scale = max(norm_of(y), length(here) / largest if largest else 0.0)
-            image = difference(
-                slope, y, here, self._vector, scale or math.sqrt(len(here)), WAY_OF_A_STEP
-            )
+            unit = math.sqrt(len(here))
+            if scale <= 10 * torch.finfo(here.dtype).eps * unit:  # y = 0, and solves the level
+                scale = unit
+            image = difference(slope, y, here, self._vector, scale, WAY_OF_A_STEP)
             size = length(image)
             found = size / (length(self._vector) or 1.0)  # there may be no entries
             if not (found > 0 and math.isfinite(found)):
