@@ -283,5 +283,5 @@ def test_no_label_is_judged_by_a_fit_that_has_seen_it() -> None:
     task = CleaningTask(
         rows, labels, everything, everything[:20], everything, everything % 5, 5, False, votes
     )
-    found = CrossFits(FreeRegression(rows, 2), task).noisy_only().judged.argmax(1)
+    found = CrossFits(FreeRegression(rows, 2), task).noisy_only()[0].judged.argmax(1)
     assert (found == labels.numpy()).mean() == pytest.approx(0.5, abs=0.08)
