@@ -12,7 +12,7 @@ from torch import nn
 
 from bilevel import LabelCleaner
 from bilevel.cleaning.rows import Scaler
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, CleaningWarning
 
 RNG = np.random.default_rng(0)
 TRUE = RNG.integers(2, size=90)
@@ -84,6 +84,22 @@ def test_predictions_that_are_no_probabilities_are_refused(spoil: Any) -> None:
 def test_as_many_classes_as_rows_are_told() -> None:
     with pytest.raises(ArgumentError, match="the 90 classes of the 90 rows are too many"):
         LabelCleaner().fit(X, np.arange(90))
+
+
+def test_a_few_trusted_rows_of_many_classes_are_no_regression() -> None:
+    rng = np.random.default_rng(0)
+    truth = np.tile(np.arange(20), 15)
+    rows = 3 * rng.normal(size=(20, 6))[truth] + rng.normal(size=(300, 6))
+    with pytest.warns(CleaningWarning, match="no trusted row has the label"):
+        LabelCleaner(max_steps=1).fit(rows[12:], truth[12:], X_clean=rows[:12], y_clean=truth[:12])
+
+
+def test_trusted_rows_of_one_class_are_not_compared_with_guessing() -> None:
+    one = np.flatnonzero(TRUE == 1)[:10]
+    others = np.setdiff1d(np.arange(len(Y)), one)
+    with pytest.warns(CleaningWarning, match="no trusted row has the label 0"):
+        cleaner = LabelCleaner(max_steps=1).fit(X[others], Y[others], X[one], TRUE[one])
+    assert not any("guessing" in notice for notice in cleaner.notices_)
 
 
 class Pair(nn.Linear):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bilevel.cleaning import LabelCleaner
-from bilevel.cleaning.noise import NoiseModel
+from bilevel.cleaning.noise import NoiseModel, fit_pool
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask
-from bilevel.cleaning.verdict import Signs, Verdict, judge
+from bilevel.cleaning.verdict import Signs, Verdict, judge, signs_of_noise
 
 COUNT = 1000
 
@@ -37,7 +37,7 @@ def judged(trusted: int, improbable: int, belief: float | None, least: float = 0
 
 
 def test_a_label_that_is_more_probably_wrong_than_right_is_called_wrong() -> None:
-    for count, verdict in ((100, judged(30, 100, 0.7)), (300, judged(0, 300, None, least=0.1))):
+    for count, verdict in ((100, judged(30, 100, 0.8)), (300, judged(0, 300, None, least=0.1))):
         assert verdict.quality[:count].max() < 0.5
         assert verdict.issue[:count].all()
         assert not verdict.issue[count:].any()
@@ -64,6 +64,25 @@ def test_the_fewer_samples_are_trusted_the_more_labels_are_worth_a_look(
     assert verdict.quality.min() > 0.5
     assert verdict.issue.sum() == share * COUNT
     assert verdict.issue[: int(share * COUNT)].all()
+
+
+def test_where_it_is_not_likely_that_labels_are_wrong_only_a_few_are_worth_a_look() -> None:
+    verdict = judged(30, 100, 0.7)
+    assert verdict.quality[:100].max() < 0.5
+    assert verdict.issue.sum() == 10
+
+
+def test_a_few_trusted_labels_that_are_all_predicted_do_not_show_that_others_are_wrong() -> None:
+    rng = np.random.default_rng(2)
+    y = rng.integers(0, 2, COUNT)
+    x = rng.normal(size=COUNT) + 2 * y - 1  # a sixth of the classes cannot be told
+    lucky = np.flatnonzero((x > 0) == y)[:20]
+    others = np.setdiff1d(np.arange(COUNT), lucky)
+    logits = np.stack([-x, x], 1)
+    pool = fit_pool([logits[lucky]], y[lucky])
+    assert pool.loss < 0.05  # surer than such samples can be
+    signs = signs_of_noise([logits[others]], [logits[lucky]], y[others], y[lucky], pool)
+    assert signs.belief < 0.7
 
 
 @pytest.mark.filterwarnings("ignore::bilevel.errors.CleaningWarning")

@@ -59,7 +59,7 @@ def in_the_readme(measured: Any) -> Iterator[str]:
     }
     small = times.pop("a9a")
     large = itertools.chain(*times.values())
-    yield f"in {span(large, '.0f')} times its time, {span(small, '.0f')} times with 500 rows"
+    yield f"in {span(large, '.1f')} times its time, {span(small, '.1f')} times with 500 rows"
     on_gpu = [row for row in measured.result("overhead-h200") if row["name"] == "bilevel, compiled"]
     yield f"compiled, {span((row['to_floor'] for row in on_gpu), '.1f')} times the time of JAX"
 

@@ -225,8 +225,6 @@ def fit_column(name: str, values: Array, source: str, choices: ColumnChoices) ->
     if values.dtype != object:
         return NumberColumn.fitted(name, values, source)
     present = [value for value in values if not _is_missing(value)]
-    if not present:
-        return None
     numbers = np.mean(pd.notna(pd.to_numeric(np.array(present, dtype=object), errors="coerce")))
     if numbers >= _NUMERIC_SHARE:
         return NumberColumn.fitted(name, values, source)
@@ -237,6 +235,8 @@ def fit_column(name: str, values: Array, source: str, choices: ColumnChoices) ->
 
 def unhelpful(name: str, values: Array) -> str | None:
     """Why nothing can be learned from the column for other rows, in words, if that is so."""
+    if values.dtype == object and all(_is_missing(value) for value in values):
+        return "it is empty"
     if len(values) < _FEWEST_ROWS:
         return None
     if values.dtype != object:

@@ -100,8 +100,12 @@ class CrossFits:
             logits[..., absent] = logits[..., present].mean(-1)[..., None]
         return logits
 
-    def noisy_only(self) -> CrossFit:
-        """The fit to the judged samples as they are labelled."""
+    def noisy_only(self) -> tuple[CrossFit, Array]:
+        """The fit to the judged samples as they are labelled.
+
+        Also the logits of each trusted sample by one fold, as those of the judged samples are: the
+        mean of all folds predicts better, which would look as if judged labels were wrong.
+        """
         everything, none = np.ones(len(self.given)), np.zeros(len(self.right))
         ridge, first = self._ridge(everything, none == 0, self._learner.ridges, None)
         parts = [self._judged_fold == number for number in self._folds()]
@@ -112,8 +116,9 @@ class CrossFits:
         for part, model in zip(parts, models, strict=True):
             judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
         # The trusted samples are in none of these fits, so that all folds may judge them.
-        on_trusted = [self._predict(y, self._trusted_rows) for y in models]
-        return CrossFit(NOISY, first, models, ridge, judged, np.mean(on_trusted, 0))
+        on_trusted = np.stack([self._predict(y, self._trusted_rows) for y in models])
+        alike = by_class(on_trusted[self._trusted_fold, np.arange(len(self.right))])
+        return CrossFit(NOISY, first, models, ridge, judged, on_trusted.mean(0)), alike
 
     def cleaned_ridge(self, kept: Array, both: CrossFit) -> float:
         """The ridge for the fit to what is kept.

@@ -315,7 +315,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         shares = np.bincount(codes[roles.trusted]) / len(roles.trusted)
         guessing = float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
-        if self._pool.loss >= guessing:
+        # If the trusted rows have one label, guessing is right about them, and nothing is known.
+        if len(seen) > 1 and self._pool.loss >= guessing:
             self.notices_.append(
                 f"nothing here predicts the trusted labels better than guessing: the loss is "
                 f"{self._pool.loss:.3f}, that of guessing {guessing:.3f}; rely on no verdict"
@@ -447,7 +448,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             refuse_missing_in_sparse(X)
             if isinstance(X, np.ndarray) and np.isnan(X).all():
                 raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
-            return X, labels_of(y)
+            return X, labels_of(y, few=not reset)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

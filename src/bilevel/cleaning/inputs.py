@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,14 +138,22 @@ def _is_missing(vote: Any) -> bool:
         return True
 
 
-def labels_of(y: Any) -> Array:
-    """One label for each sample, as an array that scikit-learn takes for classes."""
+def labels_of(y: Any, few: bool = False) -> Array:
+    """One label for each sample, as an array that scikit-learn takes for classes.
+
+    Args:
+        y: the labels.
+        few: whether a class may have a single one, as among trusted samples.
+    """
     with as_our_own():
         refuse_mixed_labels(y)
         labels: Array = column_or_1d(with_its_type(as_array(y)))
         if not len(labels):
             raise ArgumentError("y is empty: there is no label to judge")
-        check_classification_targets(labels)
+        with warnings.catch_warnings():
+            if few:  # scikit-learn would take them for the numbers of a regression
+                warnings.filterwarnings("ignore", "The number of unique classes")
+            check_classification_targets(labels)
     return labels
 
 

@@ -99,12 +99,14 @@ class Pool:
         bias: one for each class.
         loss: the cross entropy on the samples to which the pool was fitted, if trusted ones were.
         freedom: how many numbers these samples determine, rather than the prior.
+        sharpness: the factor with which each model by itself fits these samples best.
     """
 
     coefficients: Array
     bias: Array
     loss: float = float("nan")
     freedom: float = float("nan")
+    sharpness: Array | None = None
 
     def logits(self, models: list[Array]) -> Array:
         """The logits of the pool from those of the models."""
@@ -153,7 +155,8 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     found, _ = minimised(objective, start, bounds=bounds)
     a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
-    return Pool(a * sharpness, c, cross_entropy(logits, labels), _freedom(Z, softmax(logits)))
+    loss, freedom = cross_entropy(logits, labels), _freedom(Z, softmax(logits))
+    return Pool(a * sharpness, c, loss, freedom, sharpness)
 
 
 def _freedom(Z: list[Array], p: Array) -> float:

@@ -101,7 +101,7 @@ def clean(
         assert task.rows is not None
         start = searcher.lower_start(task.rows, task.labels, ones, None)
         learned = learn_weights(searcher, task, start, settings)
-    noisy = fits.noisy_only()
+    noisy, alike = fits.noisy_only()
     sharpness, _ = fit_sharpness(noisy.judged, fits.given)
     frequency = softmax(sharpness * noisy.judged)
     if task.verified:
@@ -117,7 +117,7 @@ def clean(
     if task.verified:
         signs = signs_of_noise(
             [noisy.judged, *(fit.judged for fit in pooled[1:])],
-            [noisy.trusted, *(fit.trusted for fit in pooled[1:])],
+            [alike, *(fit.trusted for fit in pooled[1:])],
             fits.given,
             fits.right,
             pool,

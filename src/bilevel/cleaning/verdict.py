@@ -93,7 +93,9 @@ def signs_of_noise(
     - some labels of every class are wrong. Then no label is ever sure, however far a sample is from
       other classes; where labels are as sure as the trusted ones, they tell against it;
     - labels are wrong in a way that they do not show by themselves. Then a pool of their own
-      predicts the trusted samples better. What it gains by chance, its freedom, is taken off.
+      predicts the trusted samples better. What it gains by chance, its freedom, is taken off, and
+      so is how improbable it is that the same models are so much surer of the trusted samples: if
+      these are few and all predicted, the loss falls to 0 and nothing is free.
 
     It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
     as wrong labels are unless they follow the features, or if the trusted ones contradict them by
@@ -107,9 +109,9 @@ def signs_of_noise(
     every = -(-len(given) // _MOST_FOR_NOISE)
     judged, given = [z[::every] for z in judged], given[::every]
     models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
-    one = fit_pool(models, np.concatenate([given, right])).probabilities(trusted)
-    gained = float(_losses(one, right).sum()) - len(right) * pool.loss
-    hidden = gained - pool.freedom - np.log(_SELDOM)
+    one = fit_pool(models, np.concatenate([given, right]))
+    gained = float(_losses(one.probabilities(trusted), right).sum()) - len(right) * pool.loss
+    hidden = gained - pool.freedom - _improbable(pool, one) - np.log(_SELDOM)
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
         _losses(softmax(sharpness * z), labels)
@@ -123,6 +125,18 @@ def signs_of_noise(
         evidence = float(np.logaddexp(hidden, np.log(_EXPECTED) + shown))
     belief = float(expit(evidence))
     return Signs(belief, belief > SURELY and (harder > CLEARLY or gained > _CONTRADICTION))
+
+
+def _improbable(pool: Pool, one: Pool) -> float:
+    """The nats by which the prior of a sharpness tells against that of the pool beside the other's.
+
+    That prior is as wide as a factor of e, see :func:`fit_sharpness`. The first of several models
+    is another one in each pool.
+    """
+    assert pool.sharpness is not None
+    assert one.sharpness is not None
+    factors = np.log(pool.sharpness / one.sharpness)[len(one.sharpness) > 1 :]
+    return 0.5 * float(factors.mean()) ** 2
 
 
 def _losses(p: Array, labels: Array) -> Array:
@@ -193,8 +207,10 @@ def judge(
         limit = min(limit, few)
     elif not fitted and wrong < _OF_THE_MODEL:
         limit = min(limit, max(1 - _LIKELY, few))
-    elif belief < _LIKELY or not fitted or wrong < HARDLY_ANY:
-        limit = min(limit, max(0.5, few))  # what is rare or uncertain has to be probable, too
+    elif belief < _LIKELY:
+        limit = min(limit, few)
+    elif not fitted or wrong < HARDLY_ANY:
+        limit = min(limit, max(0.5, few))  # what is rare has to be probable, too
     if belief < SURELY:
         low = 0.0
     return Verdict(
