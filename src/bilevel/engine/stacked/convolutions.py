@@ -2,7 +2,8 @@
 
 The rule of ``torch.vmap`` for convolutions is a grouped one, with the channels of a pixel far apart
 in memory. On processors for which oneDNN makes kernels with groups, the channels of all tasks lie
-side by side for every pixel, from layer to layer without a copy. On others groups take longer than
+side by side for every pixel, from layer to layer without a copy, also where all tasks share their
+kernels: what comes between two layers would be copied otherwise. On others groups take longer than
 the tasks one after another; there the numbers that a pixel of the result depends on are gathered
 into a row, and the rows of all tasks meet their kernels in one batched product of matrices. A first
 layer, whose few channels are data without a gradient, is such a product everywhere: its numbers are
@@ -82,7 +83,7 @@ class Convolutions:
     ) -> Tensor | None:
         """``torch.conv2d`` of all tasks; None: it is left to torch."""
         found = behind(input, weight) if bias is None else behind(input, weight, bias)
-        if found is None or None in found.places or input.device.type != "cpu":
+        if found is None or input.device.type != "cpu" or (None in found.places and not HAS_GROUPS):
             return None
         if groups != 1 or isinstance(padding, str) or input.ndim != 4 or _mixed(input, weight):
             return None
