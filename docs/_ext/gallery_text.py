@@ -24,6 +24,9 @@ FOLDER = ROOT / "docs" / "gallery"
 RESULTS = FOLDER / "results.json"
 PEERS = FOLDER / "peers.json"
 
+SHARED = "_weighting"
+"""What several examples consist of. The other files of the folder read data and run examples."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -188,6 +191,13 @@ def summary_text(pages: str) -> str:
     return "\n".join(table) + "\n"
 
 
+def lengths(name: str) -> tuple[int, int]:
+    """The lines of an example without its comparison and with it, and with what it shares."""
+    text = source(name)
+    shared = code_lines(source(SHARED)) if f"from .{SHARED} import" in text else 0
+    return code_lines(without_comparison(text)) + shared, code_lines(text) + shared
+
+
 def lines_text(pages: str, repository: str | None = None) -> str:
     """The examples of other libraries and their lengths beside ours; of one of them, or of all."""
     table = [
@@ -198,6 +208,7 @@ def lines_text(pages: str, repository: str | None = None) -> str:
         "   * - repository",
         "     - file",
         "     - lines",
+        "     - what it compares",
         "     - here",
         "     - lines",
         "     - with the comparison",
@@ -207,12 +218,14 @@ def lines_text(pages: str, repository: str | None = None) -> str:
             continue
         ours = peer["ours"]
         there = ours in examples()
+        alone, whole = lengths(ours) if there else ("", "")
         table += [
             f"   * - {peer['repository']}, {peer['commit'][:7]}",
             f"     - ``{peer['file']}``",
             f"     - {peer['lines']}",
+            f"     - {peer['compares'] or 'nothing'}",
             f"     - :doc:`{title(ours)} </{pages}/{ours}>`" if there else "     - not there yet",
-            f"     - {code_lines(without_comparison(source(ours))) if there else ''}",
-            f"     - {code_lines(source(ours)) if there else ''}",
+            f"     - {alone}",
+            f"     - {whole}",
         ]
     return "\n".join(table) + "\n"

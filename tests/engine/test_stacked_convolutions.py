@@ -91,6 +91,27 @@ def test_convolutions(channels: int, options: dict[str, Any], bias: bool, way: s
     check(one, images, kernels, shift)
 
 
+@pytest.mark.parametrize("channels", [1, 4])
+def test_kernels_that_all_tasks_share(channels: int, way: str) -> None:
+    images = stack(SAMPLES, channels, 6, 5, gradient=channels != 1)
+    kernels = stack(5, channels, 3, 3).detach()[0].requires_grad_()
+    shift = stack(5).detach()[0].requires_grad_()
+
+    def network(images: Tensor) -> Tensor:
+        return torch.conv2d(images, kernels, shift, stride=2, padding=1)
+
+    def derived(found: Tensor) -> list[Tensor]:
+        inputs = [t for t in (images, kernels, shift) if t.requires_grad]
+        return derivatives(found, inputs)
+
+    with SideBySide():
+        at_once = torch.vmap(network)(images)
+    assert any("Expand" in name for name in kinds(at_once)) == (way == "groups")
+    one_by_one = torch.stack([network(part) for part in images])
+    for found, known in zip(derived(at_once), derived(one_by_one), strict=True):
+        torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{"groups": 2}, {"padding": "same", "groups": 1}])
 def test_what_is_left_to_torch(options: dict[str, Any]) -> None:
     images, kernels = stack(SAMPLES, 4, 5, 5), stack(4, 4 // options["groups"], 3, 3)

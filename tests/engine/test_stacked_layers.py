@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilevel
+from bilevel.engine.stacked import convolutions, tasks
 from bilevel.engine.stacked.layers import SideBySide
 from tests.engine.test_stacked_convolutions import SAMPLES, TASKS, check, stack
 
@@ -113,14 +114,14 @@ def test_g_is_evaluated_once_for_both_copies_of_all_tasks() -> None:
     def noisy(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
         return lower(x, y, batch) + y @ torch.randn(3, dtype=torch.float64)
 
-    def stepped(lower: Any, tasks: int) -> Any:
+    def stepped(lower: Any, count: int) -> Any:
         x0 = torch.zeros(3, dtype=torch.float64)
         solver = bilevel.Solver(
             bilevel.Problem(upper, lower),
             x0,
             x0,
             method=bilevel.F2SA(lower_lr=0.1, upper_lr=0.1, multiplier=1e6, inner_steps=2),
-            data=bilevel.Episodes(task, tasks),
+            data=bilevel.Episodes(task, count),
         )
         seen.clear()
         return solver.step()
@@ -130,3 +131,64 @@ def test_g_is_evaluated_once_for_both_copies_of_all_tasks() -> None:
     assert seen.count("g") == 3
     # different draws at y and z would be multiplied by 1e6
     assert abs(float(stepped(noisy, TASKS).gap)) < 1e-3
+
+
+@pytest.mark.parametrize("widest", [0, 1 << 20])
+def test_g_of_large_batches_is_evaluated_once_where_layers_are_narrow(
+    widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step finds out; a run that is resumed finds the same, and has the same bits."""
+    monkeypatch.setattr(tasks, "MOST_JOINED", 0)
+    monkeypatch.setattr(tasks, "WIDEST_JOINED", widest)
+    seen: list[str] = []
+
+    def task(generator: torch.Generator) -> Any:
+        return torch.randn(2, SAMPLES, 1, 6, 6, generator=generator).unbind()
+
+    def upper(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return ((torch.conv2d(batch, y) - 1) ** 2).mean()
+
+    def lower(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        seen.append("g")
+        return upper(x, y, batch) + ((y - x) ** 2).sum()
+
+    def solver() -> Any:
+        x0 = torch.zeros(2, 1, 3, 3)
+        return bilevel.Solver(
+            bilevel.Problem(upper, lower),
+            x0,
+            x0,
+            method=bilevel.F2SA(lower_lr=0.1, upper_lr=0.1, inner_steps=2),
+            data=bilevel.Episodes(task, TASKS),
+        )
+
+    through = solver()
+    through.step()
+    found = through.state_dict()
+    seen.clear()
+    through.step()
+    assert len(seen) == (3 if widest else 6)
+    resumed = solver()
+    resumed.load_state_dict(found)
+    resumed.step()
+    assert torch.equal(resumed.x, through.x)
+    assert all(map(torch.equal, resumed.y, through.y))
+
+
+@pytest.mark.parametrize("flatten", [nn.Flatten(), lambda images: torch.flatten(images, 1, 3)])
+def test_images_as_rows_of_numbers(flatten: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, kernels = stack(SAMPLES, 2, 6, 6), stack(4, 2, 3, 3)
+    monkeypatch.setattr(convolutions, "HAS_GROUPS", True)
+    check(lambda a, b: flatten(torch.conv2d(a, b).tanh()), images, kernels)
+    with SideBySide():
+        hidden = torch.vmap(torch.conv2d)(images, kernels).detach().requires_grad_()
+        torch.vmap(flatten)(hidden).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.stride() == hidden.stride()
+
+
+def test_other_ways_to_flatten_are_left_to_torch() -> None:
+    for flatten in (nn.Flatten(0), nn.Flatten(2), nn.Flatten(1, 2)):
+        check(flatten, stack(SAMPLES, 2, 3, 4))
+    check(nn.Flatten(), stack(SAMPLES, 2, 3, 4))
+    check(nn.Flatten(), stack(SAMPLES, 6))

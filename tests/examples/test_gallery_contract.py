@@ -233,12 +233,22 @@ def test_lengths_of_others_stand_beside_ours(texts: Any, tmp_path: Path) -> None
     peers = json.loads(texts.PEERS.read_text())
     assert all(peer["lines"] > 0 and len(peer["commit"]) == 40 for peer in peers)
     texts.PEERS = tmp_path / "peers.json"
-    made = {"repository": "a/b", "commit": "0" * 40, "file": "c.py", "lines": 50}
+    made = {"repository": "a/b", "commit": "0" * 40, "file": "c.py", "lines": 50, "compares": None}
     texts.PEERS.write_text(json.dumps([made | {"ours": "one"}, made | {"ours": "none"}]))
     text = texts.lines_text("pages", "a/b")
-    assert "- 50\n     - :doc:`A title </pages/one>`\n     - 2\n     - 2\n" in text
+    assert "- 50\n     - nothing\n     - :doc:`A title </pages/one>`\n     - 2\n     - 2\n" in text
     compared = f"X = 1\n{lines.COMPARISON} ---\nY = 2\n"
     (tmp_path / "one.py").write_text((tmp_path / "one.py").read_text() + compared)
     assert "     - 3\n     - 4\n" in texts.lines_text("pages", "a/b")
     assert "not there yet" in text
     assert "c.py" not in texts.lines_text("pages", "another/one")
+
+
+def test_an_example_has_half_of_the_lines_of_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its comparison beside those that compare, and without it beside the others."""
+    texts = load_script("_ext/gallery_text", monkeypatch)
+    for peer in json.loads(texts.PEERS.read_text()):
+        alone, whole = texts.lengths(peer["ours"])
+        assert 2 * (whole if peer["compares"] else alone) <= peer["lines"], peer

@@ -2,17 +2,20 @@
 
 The rule of ``torch.vmap`` for convolutions is a grouped one, with the channels of a pixel far apart
 in memory. On processors for which oneDNN makes kernels with groups, the channels of all tasks lie
-side by side for every pixel, from layer to layer without a copy. On others groups take longer than
+side by side for every pixel, from layer to layer without a copy, also where all tasks share their
+kernels: what comes between two layers would be copied otherwise. On others groups take longer than
 the tasks one after another; there the numbers that a pixel of the result depends on are gathered
-into a row, and the rows of all tasks meet their kernels in one batched product of matrices. So are
-those of a first layer everywhere, whose few channels are data without a gradient: its rows are the
-same in all inner steps, and are kept. Pools take the channels of all tasks for those of one image,
-which is several times as fast.
+into a row, and the rows of all tasks meet their kernels in one batched product of matrices. A first
+layer, whose few channels are data without a gradient, is such a product everywhere: its numbers are
+the same in all inner steps, and are kept, in columns, which are faster to gather and to multiply
+with gradients. Pools take the channels of all tasks for those of one image, which is several times
+as fast.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ MOST_GATHERED = 1 << 25
 more they cost more memory than time is saved."""
 
 KEPT = 2
-"""How many sets of rows are kept: a step sees the lower and the upper batch."""
+"""How many sets of columns are kept: a step sees the lower and the upper batch."""
 
 POOLS = (functional.max_pool2d, torch.max_pool2d, functional.avg_pool2d)
 """What treats every channel alike."""
@@ -48,19 +51,24 @@ class Window(NamedTuple):
     dilation: Sequence[int]
 
     def result(self, shape: Sequence[int]) -> tuple[int, int]:
-        """How many rows and columns the result has, of images (..., rows, columns, channels)."""
+        """How many rows and columns the result has, of images (..., rows, columns)."""
         high, wide = (
             (length + 2 * p - d * (k - 1) - 1) // s + 1
-            for length, k, s, p, d in zip(shape[-3:-1], *self, strict=True)
+            for length, k, s, p, d in zip(shape[-2:], *self, strict=True)
         )
         return high, wide
 
 
 class Convolutions:
-    """``torch.conv2d`` of all tasks, with the rows of the first layers kept."""
+    """``torch.conv2d`` of all tasks, with the columns of the first layers kept.
+
+    Attributes:
+        widest: the most numbers that any of the results had.
+    """
 
     def __init__(self) -> None:
         _keep_freed_memory()
+        self.widest = 0
         self._kept: list[tuple[Tensor, Any, Tensor]] = []
 
     def __call__(
@@ -75,7 +83,7 @@ class Convolutions:
     ) -> Tensor | None:
         """``torch.conv2d`` of all tasks; None: it is left to torch."""
         found = behind(input, weight) if bias is None else behind(input, weight, bias)
-        if found is None or None in found.places or input.device.type != "cpu":
+        if found is None or input.device.type != "cpu" or (None in found.places and not HAS_GROUPS):
             return None
         if groups != 1 or isinstance(padding, str) or input.ndim != 4 or _mixed(input, weight):
             return None
@@ -83,8 +91,7 @@ class Convolutions:
         with temporarily_pop_interpreter_stack():
             images, kernels = found.stacked(0), found.stacked(1)
             shift = None if bias is None else found.stacked(2)
-            pixels = images.permute(0, 1, 3, 4, 2)
-            result = window.result(pixels.shape)
+            result = window.result(images.shape)
             if min(*result, len(images[0])) < 1:  # which torch refuses, or not, in its own words
                 return None
             first = kernels[0, 0].numel() <= FEW and not images.requires_grad
@@ -93,21 +100,23 @@ class Convolutions:
             elif kernels[:, 0].numel() * images.shape[1] * result[0] * result[1] > MOST_GATHERED:
                 made = _one_by_one(images, kernels, shift, window)
             else:
-                rows: Any = (
-                    self._rows(found.tensors[0], pixels, window)
-                    if first
-                    else _Rows.apply(pixels, window)  # type: ignore[no-untyped-call]
-                )
-                product: Any = _Product.apply(rows, kernels, shift)  # type: ignore[no-untyped-call]
+                product: Any
+                if first:
+                    columns = self._columns(found.tensors[0], images, window)
+                    product = _DataProduct.apply(columns, kernels, shift)  # type: ignore[no-untyped-call]
+                else:
+                    rows: Any = _Rows.apply(images.permute(0, 1, 3, 4, 2), window)  # type: ignore[no-untyped-call]
+                    product = _Product.apply(rows, kernels, shift)  # type: ignore[no-untyped-call]
                 made = torch.unflatten(product, 1, (-1, *result)).permute(0, 1, 4, 2, 3)
+        self.widest = max(self.widest, made.numel())
         return found.shown(made, 0)
 
-    def _rows(self, given: Tensor, pixels: Tensor, window: Window) -> Tensor:
-        """The rows of data, of which ``pixels`` is a view."""
-        key = given._version, pixels.shape, pixels.stride(), window
-        found = next((rows for of, its, rows in self._kept if of is given and its == key), None)
+    def _columns(self, given: Tensor, images: Tensor, window: Window) -> Tensor:
+        """The columns of data, of which ``images`` is a view."""
+        key = given._version, images.shape, images.stride(), window
+        found = next((made for of, its, made in self._kept if of is given and its == key), None)
         if found is None:
-            found = _gather(pixels, window)
+            found = _columns_of_data(images, window)
             self._kept = [*self._kept[1 - KEPT :], (given, key, found)]
         return found
 
@@ -166,6 +175,50 @@ def _one_by_one(images: Tensor, kernels: Tensor, shift: Tensor | None, window: W
     return torch.stack([torch.conv2d(*of_one, *window[1:]) for of_one in given])
 
 
+def _columns_of_data(images: Tensor, window: Window) -> Tensor:
+    """(tasks, numbers, pixels of the result): for each number of a kernel what it meets.
+
+    The last of the numbers is 1 everywhere, and meets the shift.
+    """
+    above, left = window.padding
+    around = functional.pad(images, (left, left, above, above))
+    task, sample, channel, row, column = around.stride()
+    down, right, lower, further = *window.stride, *window.dilation
+    shape = (
+        *(len(images), images.shape[2], *window.size),
+        *(images.shape[1], *window.result(images.shape)),
+    )
+    strides = task, channel, lower * row, further * column, sample, down * row, right * column
+    seen = around.as_strided(shape, strides, around.storage_offset())
+    made = images.new_ones(len(images), math.prod(shape[1:4]) + 1, math.prod(shape[4:]))
+    made[:, :-1].view(shape).copy_(seen)
+    return made
+
+
+class _DataProduct(torch.autograd.Function):
+    """The kernels of each task times its columns; in memory (pixels, tasks, channels)."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, kernels: Tensor, shift: Tensor | None) -> Tensor:
+        ctx.save_for_backward(columns)
+        ctx.shape = kernels.shape[2:]
+        weights = kernels.flatten(2)
+        if shift is None:
+            columns = columns[:, :-1]
+        else:
+            weights = torch.cat([weights, shift[..., None]], 2)
+        tasks, channels, _ = weights.shape
+        made = columns.new_empty(columns.shape[2], tasks, channels).transpose(0, 1)
+        return torch.bmm(columns.transpose(1, 2), weights.transpose(1, 2), out=made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (columns,) = ctx.saved_tensors
+        of_all = columns @ grad
+        of_kernels = torch.unflatten(of_all[:, :-1].transpose(1, 2).contiguous(), 2, ctx.shape)
+        return None, of_kernels, of_all[:, -1] if ctx.needs_input_grad[2] else None
+
+
 class _Product(torch.autograd.Function):
     """The rows of each task times its kernels; in memory (pixels, tasks, channels)."""
 
@@ -206,7 +259,7 @@ def _gather(pixels: Tensor, window: Window) -> Tensor:
     """(tasks, samples, rows, columns, channels) to (tasks, pixels of the result, numbers)."""
     around, inside = _padded(pixels.shape, pixels, window)
     inside.copy_(pixels)
-    shape = *pixels.shape[:2], *window.result(pixels.shape), *window.size, pixels.shape[-1]
+    shape = *pixels.shape[:2], *window.result(pixels.shape[:-1]), *window.size, pixels.shape[-1]
     return _seen(around, shape, window, window.stride).flatten(4).flatten(1, 3)
 
 
@@ -216,7 +269,7 @@ def _overlay(rows: Tensor, shape: torch.Size, window: Window) -> Tensor:
     Windows that do not overlap are added at once.
     """
     around, inside = _padded(shape, rows, window)
-    parts = rows.view(*shape[:2], *window.result(shape), *window.size, shape[-1])
+    parts = rows.view(*shape[:2], *window.result(shape[:-1]), *window.size, shape[-1])
     every = [d * (k - 1) // s + 1 for k, s, _, d in zip(*window, strict=True)]
     down, right = window.stride
     for i, j in itertools.product(*map(range, every)):

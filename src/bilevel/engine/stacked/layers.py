@@ -22,15 +22,22 @@ from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interprete
 
 
 class SideBySide(TorchFunctionMode):
-    """Inside, the layers of stacked tasks are evaluated as above."""
+    """Inside, the layers of stacked tasks are evaluated as above.
+
+    Attributes:
+        convolutions: those that were.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.convolutions = Convolutions()
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
-            torch.conv2d: Convolutions(),
+            torch.conv2d: self.convolutions,
             functional.batch_norm: _normalised,
             functional.cross_entropy: _cross_entropy,
             functional.linear: _linear,
+            torch.flatten: _flattened,
+            torch.Tensor.flatten: _flattened,
         }
 
     def __torch_function__(
@@ -116,3 +123,35 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         else:
             made = torch.baddbmm(found.stacked(2)[:, None], rows, columns)
     return found.shown(made, 0)
+
+
+def _flattened(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+    """Images of channels side by side, each as one row of numbers."""
+    found = behind(input)
+    if found is None or input.ndim != 4 or start_dim != 1 or end_dim not in (-1, 3):
+        return None
+    with temporarily_pop_interpreter_stack():
+        images = found.stacked(0)
+        pixels = images.permute(1, 3, 4, 0, 2)
+        if images.device.type != "cpu" or not pixels.is_contiguous():
+            return None
+        made: Any = _Flattened.apply(images)  # type: ignore[no-untyped-call]
+    return found.shown(made, 0)
+
+
+class _Flattened(torch.autograd.Function):
+    """(tasks, samples, channels, rows, columns) to (tasks, samples, numbers).
+
+    The gradient lies in memory as the images do. That of torch lies as the numbers, and what comes
+    before on the way back takes several times as long on two different layouts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        ctx.shape = images.shape[2:]
+        return images.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        images = torch.unflatten(grad, 2, ctx.shape)
+        return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bilevel.engine.joining import JoinsCopies
 from bilevel.engine.stacked.layers import SideBySide
@@ -70,8 +70,12 @@ class TaskVariable(StackedVariable):
 
 
 MOST_JOINED = 1 << 17
-"""As many numbers as the stacked batches may have on a CPU for two copies to be joined; with more
-it is not the number of operations that counts, and twice the activations leave its cache."""
+"""As many numbers as the stacked batches may have on a CPU for two copies to be joined untried."""
+
+WIDEST_JOINED = 1 << 20
+"""As many numbers as the widest convolution of larger batches may have for two copies to be joined;
+with more it is not the number of operations that counts, and twice the activations leave the cache.
+"""
 
 
 def _small(stacked: Sequence[Tensor]) -> bool:
@@ -105,6 +109,8 @@ class TaskProblem(JoinsCopies):
         self._problem = problem
         self._one_by_one = False
         self._side_by_side = SideBySide()
+        self._tried: list[torch.Size] = []
+        self._widest = 0
 
     def f(self, x: Variable, y: Variable, batch: Any, metrics: Metrics | None = None) -> Tensor:
         return self._sum(self._problem.f, x, y, batch, metrics)
@@ -116,19 +122,37 @@ class TaskProblem(JoinsCopies):
         self, x: Variable, first: Variable, second: Variable, batch: TaskBatches
     ) -> tuple[Tensor, Tensor] | None:
         assert isinstance(first, TaskVariable)
-        if self._one_by_one or batch.stacked is None or not _small(batch.stacked):
+        if self._one_by_one or batch.stacked is None:
             return None
-        assert batch.stacked_twice is not None
-        leaves: Any = _Joined.apply(*first.value, *second.value)  # type: ignore[no-untyped-call]
-        tensors = [*leaves, *batch.stacked_twice]
         try:
             with self._side_by_side:
+                if not self._better_joined(x, first, batch):
+                    return None
+                assert batch.stacked_twice is not None
+                leaves: Any = _Joined.apply(*first.value, *second.value)  # type: ignore[no-untyped-call]
+                tensors = [*leaves, *batch.stacked_twice]
                 values = _at_once(self._problem.g, x, first.template, tensors, batch, None)
         except UnbatchableError as error:
             self._give_up(error)
             return None
         of_first, of_second = torch.unflatten(values, 0, (2, -1)).sum(1).unbind()
         return of_first, of_second
+
+    def _better_joined(self, x: Variable, y: TaskVariable, batch: TaskBatches) -> bool:
+        """Whether one evaluation at two copies takes less than two evaluations.
+
+        The first large batch of its shape is evaluated once more to see it, as a run that was
+        resumed does too: it would not round as before if it knew less, or more.
+        """
+        assert batch.stacked is not None
+        if _small(batch.stacked):
+            return True
+        shapes = [tensor.shape for tensor in batch.stacked]
+        if self._tried != shapes:
+            self._side_by_side.convolutions.widest = 0
+            _at_once(self._problem.g, x, y.template, [*y.value, *batch.stacked], batch, None)
+            self._tried, self._widest = shapes, self._side_by_side.convolutions.widest
+        return 0 < self._widest <= WIDEST_JOINED
 
     def y_projections(self, y: Variable) -> list[Projection | None]:
         assert isinstance(y, TaskVariable)
@@ -194,14 +218,21 @@ def _at_once(
         metrics = (torch.as_tensor(metric, device=value.device) for metric in own.values())
         return value, *(metric.to(value) for metric in metrics)
 
-    before = [(id(buffer), buffer._version) for buffer in (*x.buffers, *template.buffers)]
+    owners = [part for of in (x, template) for module in of.modules for part in module.modules()]
+    before = _versions(owners)
     value, *numbers = each(lambda: "an objective", of_one)(*stacked)
-    if before != [(id(b), b._version) for b in (*x.buffers, *template.buffers)]:
+    if before != _versions(owners):
         raise UnbatchableError("the objectives change the buffers of a module")
     if metrics is not None:
         metrics.update(zip(told, [number.detach().sum() for number in numbers], strict=True))
     found: Tensor = value
     return found
+
+
+def _versions(owners: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """What differs after a buffer of one of the modules was changed in place or replaced."""
+    buffers = [buffer for owner in owners for buffer in owner._buffers.values()]
+    return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]
 
 
 def _one_by_one(

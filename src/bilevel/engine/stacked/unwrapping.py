@@ -50,7 +50,7 @@ class Behind(NamedTuple):
             return tensor.unsqueeze(place).expand(
                 *tensor.shape[:place], self.tasks, *tensor.shape[place:]
             )
-        return tensor.movedim(at, place)
+        return tensor if at == place else tensor.movedim(at, place)
 
     def shown(self, found: Tensor, place: int) -> Tensor:
         """A tensor of all tasks, as vmap shows it to an objective."""
