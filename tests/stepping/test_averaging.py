@@ -66,10 +66,17 @@ class Places:
 def test_copies_go_to_their_average_only_where_g_is_lower_there() -> None:
     minimum = 1 + 5 * float(ROWS.mean())
     assert Places(solver()).take(minimum - 4, minimum + 4) == pytest.approx(minimum)
-    path = Places(solver())
-    assert path.take(minimum + 8, minimum) == minimum
-    assert path.average.state_dict() == {"count": 0, "means": []}
+    assert Places(solver()).take(minimum + 8, minimum) == minimum
     assert Places(solver()).take(minimum + 8) == minimum + 8  # one place is no path
+
+
+def test_a_run_is_not_moved_by_what_it_returns() -> None:
+    asked, unasked = solver(), solver()
+    for _ in range(40):
+        asked.step()
+        asked.final_point()
+        unasked.step()
+    assert torch.equal(asked.y, unasked.y)
 
 
 def test_old_steps_fade() -> None:

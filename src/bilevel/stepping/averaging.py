@@ -1,11 +1,12 @@
-"""Averages of the copies of y along their path, where minibatches keep them from resting.
+"""Averages of the copies of y along their path, where minibatches keep y from resting.
 
 The steps of y under noise shrink as 1/sqrt(n), with which the error of the *average* of y falls as
 fast as that of any method (Polyak and Juditsky 1992), while y itself stays about as far from its
-solution as a step takes it. x is tested, and returned, together with the better of the two: at each
-look all copies go to their averages if g at the lower solution is lower there, on the samples that
-x is tested on, by more than its standard error. Otherwise, as where x has moved on too fast for an
-average, they stay, and what is averaged begins anew.
+solution as a step takes it. With x is returned the better of the two: at the end of a run all
+copies go to their averages if g at the lower solution is lower there, on the samples that x is
+tested on, by more than its standard error. Otherwise, as where x has moved on too fast for an
+average, they stay. x is tested before that: where x swings about, F at it may be high, and f at an
+average low.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Average:
         self._means: list[list[Tensor]] = []
 
     def restart(self) -> None:
-        """Forget everything: the copies were put elsewhere, or x has moved too fast."""
+        """Forget everything: the copies were put elsewhere."""
         self._count, self._means = 0, []
 
     @torch.no_grad()
@@ -65,7 +66,6 @@ class Average:
         falls = [now - there for now, there in zip(here, _values(objectives, state), strict=True)]
         if not statistics.fmean(falls) > standard_error(falls):
             _put(state, places)
-            self.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, and how many steps are in them."""

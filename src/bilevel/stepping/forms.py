@@ -105,8 +105,7 @@ def _average_form(variables: Sequence[Variable]) -> Form:
 
     def check(value: Any, path: str) -> None:
         record({"count": whole(), "means": many(anything)})(value, path)
-        if value["count"]:
-            each(copies)(value["means"], f"{path}/means")
+        each(copies if value["count"] else [])(value["means"], f"{path}/means")
 
     return check
 
