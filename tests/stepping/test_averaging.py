@@ -56,8 +56,8 @@ class Places:
         state = self.run.state
         for place in places:
             with torch.no_grad():
-                for copy in averaging.copies_of(state):
-                    copy.leaves[0].fill_(place)
+                for leaf in averaging.leaves_of_copies(state):
+                    leaf.fill_(place)
             self.average.add(state)
         self.average.take(self.run.evaluator, state)
         return float(state.solution.leaves[0].detach()[0])
@@ -120,6 +120,6 @@ def test_a_run_goes_on_with_the_average_it_was_saved_with() -> None:
         again.step()
     assert torch.equal(run.y, again.y)
     forged = run.state_dict()
-    forged["state"]["policy"]["average"]["means"] = [[torch.zeros(2)]]
+    forged["state"]["policy"]["average"]["means"] = [torch.zeros(2)]
     with pytest.raises(bilevel.errors.StateError, match="average"):
         again.load_state_dict(forged)
