@@ -56,8 +56,8 @@ class Places:
         state = self.run.state
         for place in places:
             with torch.no_grad():
-                for copy in averaging.copies_of(state):
-                    copy.leaves[0].fill_(place)
+                for leaf in averaging.leaves_of_copies(state):
+                    leaf.fill_(place)
             self.average.add(state)
         self.average.take(self.run.evaluator, state)
         return float(state.solution.leaves[0].detach()[0])
@@ -66,10 +66,17 @@ class Places:
 def test_copies_go_to_their_average_only_where_g_is_lower_there() -> None:
     minimum = 1 + 5 * float(ROWS.mean())
     assert Places(solver()).take(minimum - 4, minimum + 4) == pytest.approx(minimum)
-    path = Places(solver())
-    assert path.take(minimum + 8, minimum) == minimum
-    assert path.average.state_dict() == {"count": 0, "means": []}
+    assert Places(solver()).take(minimum + 8, minimum) == minimum
     assert Places(solver()).take(minimum + 8) == minimum + 8  # one place is no path
+
+
+def test_a_run_is_not_moved_by_what_it_returns() -> None:
+    asked, unasked = solver(), solver()
+    for _ in range(40):
+        asked.step()
+        asked.final_point()
+        unasked.step()
+    assert torch.equal(asked.y, unasked.y)
 
 
 def test_old_steps_fade() -> None:
@@ -113,6 +120,6 @@ def test_a_run_goes_on_with_the_average_it_was_saved_with() -> None:
         again.step()
     assert torch.equal(run.y, again.y)
     forged = run.state_dict()
-    forged["state"]["policy"]["average"]["means"] = [[torch.zeros(2)]]
+    forged["state"]["policy"]["average"]["means"] = [torch.zeros(2)]
     with pytest.raises(bilevel.errors.StateError, match="average"):
         again.load_state_dict(forged)

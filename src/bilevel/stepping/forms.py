@@ -101,12 +101,11 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
 
 
 def _average_form(variables: Sequence[Variable]) -> Form:
-    copies = [each([tensor(t.shape, t) for t in copy.leaves]) for copy in variables[1:]]
+    copies = [tensor(t.shape, t) for copy in variables[1:] for t in copy.leaves]
 
     def check(value: Any, path: str) -> None:
         record({"count": whole(), "means": many(anything)})(value, path)
-        if value["count"]:
-            each(copies)(value["means"], f"{path}/means")
+        each(copies if value["count"] else [])(value["means"], f"{path}/means")
 
     return check
 

@@ -5,9 +5,9 @@ of g + f/lam. It is found by power iterations on differences of gradients, eight
 step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
 the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
-divided by sqrt(1 + n/10), where n counts the steps in that condition, and F2SA's copies go to their
-averages at each look (:mod:`bilevel.stepping.averaging`). It is halved for good where g rises at
-the lower solution while x rests.
+divided by sqrt(1 + n/10), where n counts the steps in that condition, and F2SA returns an average
+of y (:mod:`bilevel.stepping.averaging`). It is halved for good where g rises at the lower solution
+while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -266,7 +266,6 @@ class FoundSizes(GivenSizes):
         n.since, n.looks, self._changes = 0, n.looks + 1, True
         if self._average is not None and self._noisy:
             self._average.add(state)
-            self._average.take(objectives, state)
         found = self._settled[0] if self._settled else merits_at(objectives, state, phi)
         direction = gain * flatten(state.x.grads())
         if not all(map(math.isfinite, found.values)):
@@ -281,6 +280,8 @@ class FoundSizes(GivenSizes):
             return 0.0
         n.resting = True
         upper = self._tested(state, direction, found)
+        if self._average is not None and self._closing and not self.undecided:
+            self._average.take(objectives, state)
         if not self.returned:
             self._rested = [] if upper else found.lower
         if upper or self.returned:
