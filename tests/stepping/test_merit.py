@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +92,33 @@ def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
     )
 
 
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_merit_of_which_a_part_is_not_finite_is_infinite(level: str, bad: float) -> None:
+    """So that x goes back; the statistics of such numbers raise errors of their own."""
+    broken = False
+
+    def objective(x: Tensor, y: Tensor, batch: Tensor, name: str) -> Tensor:
+        value = ((y - batch) ** 2).mean() + x**2
+        # at one of the minibatches only
+        return value + bad if broken and name == level and float(batch[0, 0]) < 1 else value
+
+    solver = bilevel.Solver(
+        bilevel.Problem(*(partial(objective, name=name) for name in ("upper", "lower"))),
+        torch.tensor(1.0),
+        torch.zeros(4),
+        upper_data=torch.cat([NEAR, FAR]),
+        lower_data=torch.cat([NEAR, FAR]),
+        batch_size=16,
+    )
+    state, evaluator = solver.state, solver.evaluator
+    phi = Phi(FORWARD, state.x, state.points, 10.0, True)
+    assert all(map(math.isfinite, merits_at(evaluator, state, phi).values))
+    broken = True
+    for of in (phi, None):
+        assert merits_at(evaluator, state, of).values == [math.inf]
+
+
 def test_small_minibatches_do_not_hide_a_rise_by_a_few_per_cent() -> None:
     rows = 1 + torch.randn(10_000, 4, generator=torch.Generator().manual_seed(1))
     task = Weighted(0.1)
@@ -154,3 +183,12 @@ def test_a_rise_must_exceed_a_tenth_and_the_noise() -> None:
     assert not surely_rose([2.0, 0.6], [1.0, 1.0])
     assert not surely_rose([0.3], [0.0], least=5.0)
     assert not surely_rose([], [])
+
+
+def test_a_rise_of_all_by_more_than_themselves_is_sure() -> None:
+    """Where y runs away, the minibatches differ as much as they rise."""
+    there = [1.0] * 8
+    here = [3.0, 4.0, 2.5, 9.0, 1e3, 1e5, 1e9, 5.0]
+    assert standard_error(here) > statistics.fmean(here) / SURE
+    assert surely_rose(here, there)
+    assert not surely_rose([*here[:-1], 1.5], there)

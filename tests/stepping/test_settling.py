@@ -162,3 +162,52 @@ def test_lower_steps_that_some_minibatches_cannot_take_are_shortened(name: str, 
         assert solved(name, seed) < 0.1
     assert len(said) <= 1
     assert all("it is y that runs away" in str(each.message) for each in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("soba", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("soba", 4), ("f2sa", 2), ("f2sa", 3))
+        ),
+    ],
+)
+def test_y_that_runs_away_before_x_has_moved_goes_back(name: str, seed: int) -> None:
+    """Factors of a matrix: g is flat where they start, and steep where they go.
+
+    In batches of eight entries, steps that are safe at the start take them to 1e30.
+    """
+    generator = torch.Generator().manual_seed(1000 + seed)
+    left, right = (torch.randn(n, 3, generator=generator) for n in (30, 20))
+    noise = 0.5 * torch.randn(30, 20, generator=generator)
+    rows, columns = torch.meshgrid(torch.arange(30), torch.arange(20), indexing="ij")
+    entries = rows.flatten(), columns.flatten(), (left @ right.T + noise).flatten()
+    order = torch.randperm(600, generator=generator)
+    train, held_out = (
+        tuple(part[chosen] for part in entries) for chosen in (order[:300], order[300:])
+    )
+
+    def upper(x: Tensor, y: dict[str, Tensor], batch: Any) -> Tensor:
+        found = (y["u"][batch[0]] * y["v"][batch[1]]).sum(1)
+        return ((found - batch[2]) ** 2).mean()
+
+    def lower(x: Tensor, y: dict[str, Tensor], batch: Any) -> Tensor:
+        strengths = x.exp()
+        squares = strengths[0] * (y["u"] ** 2).mean() + strengths[1] * (y["v"] ** 2).mean()
+        return upper(x, y, batch) + squares
+
+    y0 = {key: 0.3 * torch.randn(n, 5, generator=generator) for key, n in (("u", 30), ("v", 20))}
+    found = bilevel.minimize(
+        bilevel.Problem(upper, lower),
+        torch.tensor([-3.0, -3.0]),
+        y0,
+        method=name,
+        steps=300,
+        lower_data=train,
+        upper_data=held_out,
+        batch_size=8,
+    )
+    start = float((held_out[2] ** 2).mean())
+    assert float(upper(found.x, found.y, held_out)) < 1.5 * start

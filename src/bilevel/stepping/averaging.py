@@ -11,6 +11,7 @@ average low.
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -65,7 +66,8 @@ class Average:
             if update.variable is not state.x:  # a set need not hold the averages of its members
                 update.project()
         falls = [now - there for now, there in zip(here, _values(objectives, state), strict=True)]
-        if not statistics.fmean(falls) > standard_error(falls):
+        known = all(map(math.isfinite, falls))
+        if not (known and statistics.fmean(falls) > standard_error(falls)):
             torch._foreach_copy_(leaves, places)
 
     def state_dict(self) -> dict[str, Any]:

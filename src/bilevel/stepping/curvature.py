@@ -1,4 +1,15 @@
-"""Curvatures of the objectives in y, from differences of gradients."""
+"""Curvatures of the objectives in y, from differences of gradients, and the multiplier of "auto".
+
+*The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
+curvature of g, whatever the units of f and g are; of an f without curvature at 10 ||grad_y f|| /
+(L_g ||y||). A number that is given is the least. It is raised where f, from the two ends of the
+finite difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x,
+z)|| (looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and since
+y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
+does not jump. Without noise it is doubled as well where x gained less than a tenth of the gap: Phi
+is below F by about as much, and x has then to follow F more closely than Phi does. A multiplier
+that is a function of k is followed as it is.
+"""
 
 from __future__ import annotations
 

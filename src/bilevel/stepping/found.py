@@ -7,7 +7,7 @@ the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`)
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
 divided by sqrt(1 + n/10), where n counts the steps in that condition, and F2SA returns an average
 of y (:mod:`bilevel.stepping.averaging`). It is halved for good where g rises at the lower solution
-while x rests.
+while x rests, and y goes back: before x has moved, to the last look or to the start.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -44,15 +44,7 @@ more in a step than four times the median of all, or four units if that is more:
 outlier is followed less far, and the step after it is not shorter. Where a minibatch reaches few
 entries of x, a direction is of several (:mod:`bilevel.stepping.reach`).
 
-*The multiplier*, unless one is given, starts at 10 L_f / L_g, so that f adds a tenth to the
-curvature of g, whatever the units of f and g are; of an f without curvature at 10 ||grad_y f|| /
-(L_g ||y||). A number that is given is the least. It is raised where f, from the two ends of the
-finite difference, is not the same slope, ||grad_y f(x, y) - grad_y f(x, z)|| > 0.2 ||grad_y f(x,
-z)|| (looked at after 1, 2, 4, ... looks, and in minibatches before the first step of x); and since
-y - z is proportional to 1/lam, y is moved towards z in the same proportion, so that the x direction
-does not jump. Without noise it is doubled as well where x gained less than a tenth of the gap: Phi
-is below F by about as much, and x has then to follow F more closely than Phi does. A multiplier
-that is a function of k is followed as it is.
+*The multiplier*, unless one is given, is found too (:mod:`bilevel.stepping.curvature`).
 """
 
 from __future__ import annotations
@@ -162,6 +154,10 @@ class FoundSizes(GivenSizes):
             self.pace = None if self._noisy else self._path
         if self._start is None:
             self._start = flatten(state.x.leaves).detach().clone()
+            if self._noisy and self._tests and self._curvatures:
+                found, none = merits_at(objectives, state, None), torch.zeros_like(self._start)
+                self._reference = reference_at(state, none, found, 0.0, self._curvatures, False)
+                self._rested = found.lower
         if self._average is not None and self._noisy and n.since:
             self._average.add(state)
         n.since += 1
@@ -302,6 +298,9 @@ class FoundSizes(GivenSizes):
             n.last = value
             if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
                 n.rests += 1
+                if before is not None and math.isnan(n.upper):  # y goes back no further than here
+                    here = self._met(), self._curvatures, settled
+                    self._reference = reference_at(state, direction, found, *here)
                 return 0.0
             # a rise by as much as the merit itself is not excused by what y does meanwhile
             n.drift = min(n.drift, abs(value)) if math.isfinite(n.drift) else 0.0
@@ -334,6 +333,7 @@ class FoundSizes(GivenSizes):
         # a promise of more than the merit itself is made by a slope that does not last
         tolerated = TOLERATED * min(n.promised, abs(value - rise))
         rose = rise > tolerated + n.drift + SURE * error + rounding
+        rose = rose or min(rises, default=0.0) > abs(value - rise) + n.drift + rounding
         # a rise by as much as the merit itself is not an error of y, which a rest would mend
         hopeless = rose and bool(self._noisy) and rise > abs(value - rise)
         most = MOST_RESTS if self._settled else LATER_RESTS
@@ -400,8 +400,8 @@ class FoundSizes(GivenSizes):
         if keep and before is not None:
             before.latest = found.values
         else:
-            known = self._met(), saved(self._curvatures), settled
-            self._reference = reference_at(state, direction, found, *known)
+            here = self._met(), self._curvatures, settled
+            self._reference = reference_at(state, direction, found, *here)
             if before is not None and not fresh:
                 self._reference.remember_lowest(before)
         if not norm:

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import StateError
+from bilevel.stepping.curvature import Curvature
 from bilevel.stepping.merit import TOLERATED, Merits, standard_error, surely_rose
 from bilevel.stepping.policy import Iterate
-from bilevel.variables import flatten, length
+from bilevel.variables import flatten, length, saved
 
 MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
@@ -238,7 +239,7 @@ def reference_at(
     direction: Tensor,
     found: Merits,
     steepness: float,
-    curvatures: list[dict[str, Any]],
+    curvatures: list[Curvature],
     settled: bool,
 ) -> Reference:
     """The reference that is where the state is now."""
@@ -246,4 +247,4 @@ def reference_at(
     places = [[t.detach().clone() for t in (*v.leaves, *v.buffers)] for v in state.variables()]
     merits = found.values
     known = merits, merits, found.lower, found.solution, found.spread, found.gap
-    return Reference(state.k, x, places, direction, *known, steepness, curvatures, settled)
+    return Reference(state.k, x, places, direction, *known, steepness, saved(curvatures), settled)

@@ -47,7 +47,10 @@ class Merits:
 
 @torch.no_grad()
 def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits:
-    """The merit here; it has no values where the data cannot be sampled again."""
+    """The merit here; without values where the data cannot be sampled again.
+
+    It is infinite where any of the numbers is not finite, those at the lower solution included.
+    """
     draw, x = objectives.draw, state.x
     if not (draw.upper.probed and draw.lower.probed):
         return Merits([])
@@ -86,6 +89,8 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
         if y is state.solution:
             at_solution[:] = column
     merits = [here + above for here, above in zip(f, gaps, strict=True)]
+    if not all(map(math.isfinite, (*merits, *solution, *lower))):
+        return Merits([math.inf])
     if phi is None or not forward:
         return Merits(merits, lower=lower)
     gap = statistics.fmean(gaps)
@@ -121,9 +126,13 @@ def lower_rose(found: Merits, rested: list[float], last: float) -> bool:
 
 
 def surely_rose(here: list[float], there: list[float], least: float = 0.0) -> bool:
-    """Whether values on the same minibatches rose for sure, and by more than a tenth of them."""
+    """Whether values on the same minibatches rose for sure, and by more than a tenth of them.
+
+    Where y runs away the errors grow with the values; that all of them doubled is sure as well.
+    """
     rises = [value - before for value, before in zip(here, there, strict=False)]
     if not rises:
         return False
     known = max(abs(statistics.fmean(there)), least)
-    return statistics.fmean(rises) > TOLERATED * known + SURE * standard_error(rises)
+    sure = statistics.fmean(rises) > TOLERATED * known + SURE * standard_error(rises)
+    return sure or min(rises) > known
