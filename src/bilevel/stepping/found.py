@@ -446,8 +446,8 @@ class FoundSizes(GivenSizes):
         return compare(objectives, state, float(now.lower), start, state.k * traits.inner_steps)
 
     def step_of(self, state: Iterate) -> int:
-        there = self._reference
-        back = there is not None and torch.equal(flatten(state.x.leaves), there.x)
+        there, moved = self._reference, not math.isnan(self._numbers.upper)
+        back = there is not None and moved and torch.equal(flatten(state.x.leaves), there.x)
         return there.k if there is not None and back else state.k
 
     @torch.no_grad()
