@@ -446,9 +446,9 @@ class FoundSizes(GivenSizes):
         return compare(objectives, state, float(now.lower), start, state.k * traits.inner_steps)
 
     def step_of(self, state: Iterate) -> int:
-        there, moved = self._reference, not math.isnan(self._numbers.upper)
-        back = there is not None and moved and torch.equal(flatten(state.x.leaves), there.x)
-        return there.k if there is not None and back else state.k
+        there, start, x = self._reference, self._start, flatten(state.x.leaves)
+        rests = self._numbers.measuring and start is not None and torch.equal(x, start)
+        return there.k if there and not rests and torch.equal(x, there.x) else state.k
 
     @torch.no_grad()
     def take_back(self, state: Iterate) -> bool:
