@@ -227,7 +227,7 @@ def test_steps_that_were_taken_back_are_not_where_a_run_ended(
 ) -> None:
     problem = bilevel.Problem(cliff, follower)
     beyond = 0
-    for steps in range(20, 40):
+    for steps in range(60, 72):
         xs: list[Tensor] = []
         found = bilevel.minimize(
             problem,
