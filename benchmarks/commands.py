@@ -125,6 +125,20 @@ def _many(
     measure("many", json_file, threads=threads, seed=seed, **options)
 
 
+@app.command("episodes")
+def _episodes(
+    tasks: Annotated[int, typer.Option(min=1, help="The tasks of the larger steps.")] = 8,
+    repeats: Repeats = 9,
+    device: Device = "cpu",
+    small: Annotated[bool, typer.Option(help="Measure the smallest network alone.")] = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """A step with eight tasks over a step with one, for small networks (five minutes)."""
+    options: dict[str, Any] = {"tasks": tasks, "repeats": repeats, "small": small}
+    measure("episodes", json_file, seed=seed, device=device, **options)
+
+
 @app.command("overhead")
 def _overhead(
     repeats: Repeats = 21,
