@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilevel
-from bilevel.engine.stacked import convolutions, tasks
+from bilevel.engine.stacked import convolutions, layers, tasks
 from bilevel.engine.stacked.layers import SideBySide
 from tests.engine.test_stacked_convolutions import SAMPLES, TASKS, check, stack
 
@@ -192,3 +192,18 @@ def test_other_ways_to_flatten_are_left_to_torch() -> None:
         check(flatten, stack(SAMPLES, 2, 3, 4))
     check(nn.Flatten(), stack(SAMPLES, 2, 3, 4))
     check(nn.Flatten(), stack(SAMPLES, 6))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_second_derivatives_of_large_normalisations(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "LARGE", 0)
+    weight, bias = stack(4), stack(4)
+    if shared:
+        check(
+            lambda images: normalised(images, weight[0].detach(), bias[0].detach()),
+            stack(3, 4, 3, 5),
+        )
+    else:
+        check(normalised, stack(3, 4, 3, 5), weight, bias)

@@ -63,7 +63,7 @@ class Convolutions:
     """``torch.conv2d`` of all tasks, with the columns of the first layers kept.
 
     Attributes:
-        widest: the most numbers that any of the results had.
+        widest: the most numbers that any of the results had, of kernels that each task has alone.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,8 @@ class Convolutions:
                     rows: Any = _Rows.apply(images.permute(0, 1, 3, 4, 2), window)  # type: ignore[no-untyped-call]
                     product = _Product.apply(rows, kernels, shift)  # type: ignore[no-untyped-call]
                 made = torch.unflatten(product, 1, (-1, *result)).permute(0, 1, 4, 2, 3)
-        self.widest = max(self.widest, made.numel())
+        if None not in found.places:
+            self.widest = max(self.widest, made.numel())
         return found.shown(made, 0)
 
     def _columns(self, given: Tensor, images: Tensor, window: Window) -> Tensor:

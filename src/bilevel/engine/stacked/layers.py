@@ -14,11 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from bilevel.engine.stacked.convolutions import POOLS, Convolutions, pooled
+from bilevel.engine.stacked.kept import Kept
 from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interpreter_stack
+
+PLAIN = frozenset({functional.relu, torch.relu, torch.tanh, torch.sigmoid, functional.leaky_relu})
+"""Other layers that a body is made of, whose results are kept with those of its convolutions."""
+
+
+LARGE = 1 << 18
+"""From how many numbers on a normalisation has second derivatives of its own; those of fewer take
+less time than an operation in Python."""
 
 
 class SideBySide(TorchFunctionMode):
@@ -26,11 +36,13 @@ class SideBySide(TorchFunctionMode):
 
     Attributes:
         convolutions: those that were.
+        kept: the layers that need not be evaluated again.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = Convolutions()
+        self.kept = Kept()
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
             torch.conv2d: self.convolutions,
             functional.batch_norm: _normalised,
@@ -44,6 +56,11 @@ class SideBySide(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
+        if func in self._rules or func in POOLS or func in PLAIN:
+            return self.kept(self._evaluated, func, args, options)
+        return func(*args, **options)
+
+    def _evaluated(self, func: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
         rule = self._rules.get(func)
         if rule is not None:
             found = rule(*args, **options)
@@ -75,9 +92,79 @@ def _normalised(
         if channels.ndim == 4 and channels.device.type == "cpu":
             channels = channels.contiguous(memory_format=torch.channels_last)
         scale, shift = found.stacked(1).flatten(), found.stacked(2).flatten()
-        made = functional.batch_norm(channels, None, None, scale, shift, True, momentum, eps)
+        if channels.ndim == 4 and channels.device.type == "cpu" and channels.numel() >= LARGE:
+            made: Any = _Normalised.apply(channels, scale, shift, eps)  # type: ignore[no-untyped-call]
+        else:
+            made = functional.batch_norm(channels, None, None, scale, shift, True, momentum, eps)
         made = torch.unflatten(made, 1, (found.tasks, -1))
     return found.shown(made, 1)
+
+
+class _Normalised(torch.autograd.Function):
+    """Batch normalisation whose second derivatives pass over the images a few times.
+
+    Those of torch pass over them forty times, which takes most of an unrolled step of images that
+    leave the cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        made, mean, inverse = torch.native_batch_norm(
+            images, scale, shift, None, None, True, 0.0, eps
+        )
+        ctx.save_for_backward(images, scale)
+        ctx.statistics = mean, inverse, eps
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        images, scale = ctx.saved_tensors
+        return *_NormalisedBack.apply(grad, images, scale, *ctx.statistics), None  # type: ignore[no-untyped-call]
+
+
+class _NormalisedBack(torch.autograd.Function):
+    """The gradients of :class:`_Normalised`.
+
+    With h the normalised images, r one over their deviation and P v = v - mean(v) - mean(v h) h
+    they are scale * r * P grad, sum(grad h) and sum(grad), and the derivative of h is r P too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        images: Tensor,
+        scale: Tensor,
+        mean: Tensor,
+        inverse: Tensor,
+        eps: float,
+    ) -> Any:
+        found = torch.ops.aten.native_batch_norm_backward(
+            grad, images, scale, None, None, mean, inverse, True, eps, [True, True, True]
+        )
+        ctx.save_for_backward(grad, images, scale, mean, inverse, *found[1:])
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, back: Tensor, of_scale: Tensor, of_shift: Tensor) -> Any:
+        grad, images, scale, mean, r, with_h, total = ctx.saved_tensors
+        side_by_side = images.permute(0, 2, 3, 1)
+        v, g, h = (t.permute(0, 2, 3, 1).flatten(0, 2) for t in (back, grad, images))
+        count = len(h)
+        h = torch.addcmul(-mean * r, h, r)
+        product = v * h
+        v_h, g_h = product.sum(0) / count, with_h / count
+        v_mean, g_mean = v.sum(0) / count, total / count
+        met = torch.mul(v, g, out=product).sum(0) - count * (v_mean * g_mean + v_h * g_h)
+        step = scale * r
+        along = of_scale - step * v_h
+        of_grad = (step * v).addcmul_(along, h).add_(of_shift - step * v_mean)
+        slope = step * r * (2 * v_h * g_h - met / count) - of_scale * r * g_h
+        of_images = torch.mul(r * along, g, out=product).addcmul_(-r * step * g_h, v)
+        of_images.addcmul_(slope, h).add_(r * (step * g_h * v_mean - along * g_mean))
+        found = (t.view(side_by_side.shape).permute(0, 3, 1, 2) for t in (of_grad, of_images))
+        return *found, r * met, None, None, None
 
 
 def _cross_entropy(

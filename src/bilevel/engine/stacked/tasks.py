@@ -9,7 +9,8 @@ copies of F2SA; what it cannot evaluate is taken task by task.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -125,17 +126,23 @@ class TaskProblem(JoinsCopies):
         if self._one_by_one or batch.stacked is None:
             return None
         try:
-            with self._side_by_side:
+            with self._evaluating(x, batch, both=True):
                 if not self._better_joined(x, first, batch):
-                    return None
+                    values = [
+                        _at_once(
+                            self._problem.g, x, y.template, [*y.value, *batch.stacked], batch, None
+                        ).sum()
+                        for y in (first, second)
+                    ]
+                    return values[0], values[1]
                 assert batch.stacked_twice is not None
                 leaves: Any = _Joined.apply(*first.value, *second.value)  # type: ignore[no-untyped-call]
                 tensors = [*leaves, *batch.stacked_twice]
-                values = _at_once(self._problem.g, x, first.template, tensors, batch, None)
+                joined = _at_once(self._problem.g, x, first.template, tensors, batch, None)
         except UnbatchableError as error:
             self._give_up(error)
             return None
-        of_first, of_second = torch.unflatten(values, 0, (2, -1)).sum(1).unbind()
+        of_first, of_second = torch.unflatten(joined, 0, (2, -1)).sum(1).unbind()
         return of_first, of_second
 
     def _better_joined(self, x: Variable, y: TaskVariable, batch: TaskBatches) -> bool:
@@ -170,7 +177,7 @@ class TaskProblem(JoinsCopies):
         assert isinstance(y, TaskVariable)
         if not self._one_by_one and batch.stacked is not None:
             try:
-                with self._side_by_side:
+                with self._evaluating(x, batch):
                     tensors = [*y.value, *batch.stacked]
                     total: Tensor = _at_once(
                         objective, x, y.template, tensors, batch, metrics
@@ -179,6 +186,12 @@ class TaskProblem(JoinsCopies):
             except UnbatchableError as error:
                 self._give_up(error)
         return _one_by_one(objective, x, y, batch, metrics)
+
+    @contextmanager
+    def _evaluating(self, x: Variable, batch: TaskBatches, *, both: bool = False) -> Iterator[None]:
+        frozen = not any(leaf.requires_grad for leaf in x.leaves)
+        with self._side_by_side.kept.of(batch, frozen=frozen, both=both), self._side_by_side:
+            yield
 
     def _give_up(self, error: UnbatchableError) -> None:
         """Take the tasks one after another from now on."""

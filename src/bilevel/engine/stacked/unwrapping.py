@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ try:  # what torch.vmap makes of a tensor; seen in torch 2.11 and 2.13
 except ImportError:  # another version of torch, whose own rules are used
     _HAS_PARTS = False
 
-__all__ = ["Behind", "behind", "temporarily_pop_interpreter_stack"]
+__all__ = ["Behind", "behind", "temporarily_pop_interpreter_stack", "whole"]
 
 
 class Behind(NamedTuple):
@@ -71,3 +71,10 @@ def behind(*tensors: Tensor) -> Behind | None:
         return None
     places = [maybe_get_bdim(t) if s else None for t, s in zip(tensors, stacked, strict=True)]
     return Behind(inner, places, maybe_get_level(tensors[0]))
+
+
+def whole(found: Any) -> tuple[Tensor, int] | None:
+    """The tensor of all tasks behind a result, and which of its dimensions counts them."""
+    if not isinstance(found, Tensor) or not is_batchedtensor(found):
+        return None
+    return get_unwrapped(found), maybe_get_bdim(found)
