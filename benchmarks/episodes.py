@@ -91,7 +91,8 @@ def run(
     sizes: list[Any] = [LAYERS, CHANNELS, SIDES, SHOTS]
     kinds = itertools.product(METHODS, *(part[: 1 if small else None] for part in sizes))
     before, rows = torch.get_num_threads(), []
-    for kind, threads in track([*itertools.product(kinds, sorted({1, before}))]):
+    cases: list[Any] = [*itertools.product(kinds, sorted({1, before}))]
+    for kind, threads in track(cases):
         torch.set_num_threads(threads)
         try:
             solvers = [solver(*kind, tasks=count, device=device, seed=seed) for count in (1, tasks)]
@@ -100,7 +101,8 @@ def run(
             torch.set_num_threads(before)
         alone, several = zip(*times[WARM_UP:], strict=True)
         ratio = median(many / one for one, many in times[WARM_UP:])
-        rows.append(Row(*kind, threads, 1e3 * median(alone), 1e3 * median(several), ratio))
+        found: list[Any] = [threads, 1e3 * median(alone), 1e3 * median(several), ratio]
+        rows.append(Row(*[*kind, *found]))
     return rows
 
 

@@ -349,6 +349,30 @@ def hyper_cleaning() -> str:
     )
 
 
+def episodes() -> str:
+    """The time of a step with eight tasks in that of a step with one."""
+    rows = result("episodes")
+    places = [(side, shots) for side in (14, 28) for shots in (1, 5)]
+    ways = {"iMAML": "iMAML (`F2SA`)", "ANIL": "ANIL (`F2SA`)", "MAML": "MAML (`ITD`)"}
+
+    def cells(*network: Any) -> Iterator[str]:
+        for place in places:
+            sizes = dict(
+                zip(("way", "layers", "channels", "side", "shots"), (*network, *place), strict=True)
+            )
+            found = [row for row in rows if row.items() >= sizes.items()]
+            yield ", ".join(f"{row['ratio']:.1f}" for row in found)
+
+    networks = dict.fromkeys((row["way"], row["layers"], row["channels"]) for row in rows)
+    return lined_up(
+        ["", "layers", "channels", *(f"{side} x {side}, {shots} shots" for side, shots in places)],
+        [
+            [ways[way], layers, str(count), *cells(way, layers, count)]
+            for way, layers, count in networks
+        ],
+    ).replace("1 shots", "1 shot")
+
+
 # --- theory.md ------------------------------------------------------------------------------------
 
 
@@ -383,6 +407,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "lm": language_model,
         "peers": peers,
         "table": table,
+        "episodes": episodes,
     },
     "benchmarks-labels.md": {
         "people": labels_of_people,

@@ -113,6 +113,7 @@ def test_layers_whose_inputs_change_are_evaluated_again(calls: list[str]) -> Non
         torch.testing.assert_close(again, torch.stack([torch.conv2d(i, kernels) for i in images]))
         assert len(calls) == 2 + number
     evaluated(padding=1)
+    assert len(layers.kept._batches[0][1]) == 1  # the last evaluation had no use for others
     evaluated(batch=object())
     evaluated(frozen=False)
     assert len(calls) == 6

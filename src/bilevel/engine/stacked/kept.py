@@ -33,7 +33,8 @@ class Kept:
     """The layers that have been evaluated."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[Any, dict[Any, _Layer]]] = []
+        self._batches: list[tuple[Any, Any]] = []
+        self._before: dict[Any, _Layer] = {}
         self._layers: dict[Any, _Layer] | None = None
         self._with_gradients = False
 
@@ -41,22 +42,21 @@ class Kept:
     def of(self, batch: Any, *, frozen: bool, both: bool = False) -> Iterator[None]:
         """Evaluate on this batch, with x ``frozen`` or not, at ``both`` copies or at one.
 
-        Layers with gradients are forgotten at the end: a graph serves one backward pass.
+        Layers with gradients are forgotten at the end, since a graph serves one backward pass, and
+        others that this evaluation had no use for: their inputs are computed anew each time.
         """
         if not frozen:
             self._batches.clear()
-            self._layers = {} if both else None
-        else:
-            found = next((layers for of, layers in self._batches if of is batch), None)
-            if found is None:
-                found = {}
-                self._batches = [*self._batches[1 - BATCHES :], (batch, found)]
-            self._layers = found
+        self._before = next((layers for of, layers in self._batches if of is batch), {})
+        self._layers = {} if frozen or both else None
         self._with_gradients = not frozen
         try:
             yield
         finally:
-            self._layers = None
+            if frozen:
+                others = [pair for pair in self._batches if pair[0] is not batch]
+                self._batches = [*others[1 - BATCHES :], (batch, self._layers)]
+            self._before, self._layers = {}, None
 
     def __call__(
         self,
@@ -78,8 +78,9 @@ class Kept:
         seen = [(id(t), t._version, p) for t, p in zip(found.tensors, found.places, strict=True)]
         others = [None if isinstance(value, Tensor) else _plain(value) for value in given]
         key = function, len(args), *options, *seen, *others
-        layer = self._layers.get(key)
+        layer = self._layers.get(key) or self._before.get(key)
         if layer is not None and layer.output._version == layer.version:
+            self._layers[key] = layer
             return found.shown(layer.output, layer.place)
         made = evaluate(function, args, options)
         of_all = whole(made)

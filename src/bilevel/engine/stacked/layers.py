@@ -152,7 +152,7 @@ class _NormalisedBack(torch.autograd.Function):
         side_by_side = images.permute(0, 2, 3, 1)
         v, g, h = (t.permute(0, 2, 3, 1).flatten(0, 2) for t in (back, grad, images))
         count = len(h)
-        h = torch.addcmul(-mean * r, h, r)
+        h = (h * r).sub_(mean * r)
         product = v * h
         v_h, g_h = product.sum(0) / count, with_h / count
         v_mean, g_mean = v.sum(0) / count, total / count

@@ -123,6 +123,7 @@ class TaskProblem(JoinsCopies):
         self, x: Variable, first: Variable, second: Variable, batch: TaskBatches
     ) -> tuple[Tensor, Tensor] | None:
         assert isinstance(first, TaskVariable)
+        assert isinstance(second, TaskVariable)
         if self._one_by_one or batch.stacked is None:
             return None
         try:
