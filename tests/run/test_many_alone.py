@@ -61,7 +61,7 @@ ALONE: dict[str, tuple[Callable[[], Task], Any, str]] = {
         cleaning,
         F2SA(inner_steps=2),
         r"each run finds its rates for itself \('auto'\); give numbers, such as the last in "
-        r"history\['lower_lr'\] and the last above 0 in history\['upper_lr'\] of one run$",
+        r"history\['lower_lr'\] and a part of that in history\['upper_lr'\] of one run$",
     ),
     "auto for x": (
         cleaning,

@@ -67,7 +67,7 @@ class DescentMethod(Method[S]):
             Ability.STACK,
             _finds_a_rate,
             "each run finds its rates for itself ('auto'); give numbers, such as the last in "
-            "history['lower_lr'] and the last above 0 in history['upper_lr'] of one run",
+            "history['lower_lr'] and a part of that in history['upper_lr'] of one run",
         ),
         Limit(
             Ability.SHARDS,

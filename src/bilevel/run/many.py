@@ -7,11 +7,11 @@ the machine busy, and the memory of all runs.
 What can be one computation are runs of :class:`~bilevel.F2SA`, and of :class:`~bilevel.F2BA`
 without acceleration, with given rates and no optimizers; they may differ in their rates and
 multipliers (runs that differ in more form several groups). "auto" steps, which are the default,
-each run finds for itself: give numbers instead, such as the last in ``history["lower_lr"]`` and
-``history["upper_lr"]`` of one run. The objectives must be functions of (x, y, batch) alone that
-``torch.vmap`` can evaluate: without random numbers (dropout), without buffers that change
-(BatchNorm in training), without Python that depends on the values of tensors. Data must not come as
-an iterable of batches.
+each run finds for itself: give numbers instead, such as the last in ``history["lower_lr"]`` and a
+part of that in ``history["upper_lr"]`` of one run. The objectives must be functions of (x, y,
+batch) alone that ``torch.vmap`` can evaluate: without random numbers (dropout), without buffers
+that change (BatchNorm in training), without Python that depends on the values of tensors. Data must
+not come as an iterable of batches.
 """
 
 from __future__ import annotations

@@ -37,15 +37,16 @@ KNOWN = ("first", "uncertain", "promised", "noisy", "brake", "steady")
 def policy_form(policy: StepSizePolicy, variables: Sequence[Variable]) -> Form:
     """The form of the state of a policy in a run with these variables, x being the first."""
     mine = policy.state_dict()
-    share = real(0.0, above=True)
+    share, of_x = real(0.0, above=True), maybe(tensor((_size(variables),)))
     known: dict[str, Form] = {
         "shares": record(dict.fromkeys(mine["shares"], share)),
         "found": _numbers_form(),
-        "start": maybe(tensor((_size(variables),))),
+        "start": of_x,
         "reference": maybe(_reference_form(mine, variables)),
         "curvatures": _curvatures_form(mine),
         "rested": many(real()),
         "average": maybe(_average_form(variables)),
+        "metric": record({"sizes": of_x, "units": of_x}),
         "path": maybe(_path_form(variables)),
         "signal": real(0.0, nan=True, infinite=True),
     }

@@ -28,21 +28,22 @@ each of these cases:
 
 The reference is where the merit was last seen to fall, so that many small rises count together.
 After a failure x and all copies of y go back there, and x rests for one outer step, in which the
-merit there is measured anew. If the step has failed against that too, it is shortened: to the
-minimum of the parabola through the two values and the slope, between a tenth and a half.
+merit is measured anew. If the step has failed against that too, it is shortened: to the minimum of
+the parabola through the two values and the slope, between a tenth and a half.
 
 After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where d and d' are the
-directions at the two ends and s the way between them, but at most twice the last step. Under noise
+directions at the two ends and s the way between them, but no step is more than twice as long as the
+last. Without noise each entry of x has its own unit (:mod:`bilevel.stepping.metric`). Under noise
 the step doubles where the merit fell by more than its standard error, and else shrinks, by a fifth
-in 64 steps: what x gains is then no more than what noise takes. It is never less than a thousandth
-of the first, so that a few unlucky tests cannot end a run. Windows double up to 64 steps, but only
-up to 8 while the step grows, and where x rests none is longer than that.
+in 64 steps: what x gains is then no more than what noise takes. It is at least a thousandth of the
+first, so that unlucky tests cannot end a run. Windows double up to 64 steps, but up to 8 while the
+step grows or x rests.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
-a test sees only what the probe shows, and y may break away within a window, no entry of x moves by
-more in a step than four times the median of all, or four units if that is more: a direction with an
-outlier is followed less far, and the step after it is not shorter. Where a minibatch reaches few
-entries of x, a direction is of several (:mod:`bilevel.stepping.reach`).
+a test sees only what the probe shows, no entry of x moves by more in a step than four times the
+median of all, or four units if that is more: a direction with an outlier is followed less far.
+Where a minibatch reaches few entries of x, a direction is of several
+(:mod:`bilevel.stepping.reach`).
 
 *The multiplier*, unless one is given, is found too (:mod:`bilevel.stepping.curvature`).
 """
@@ -82,6 +83,7 @@ from bilevel.stepping.merit import (
     merits_at,
     standard_error,
 )
+from bilevel.stepping.metric import Metric
 from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
@@ -116,6 +118,7 @@ class FoundSizes(GivenSizes):
         self._settles = traits.settles and self._path is None and finds and self._tests
         averages = traits.averages and finds and self._tests and not any(y.row_sparse)
         self._average = Average() if averages else None
+        self._metric = Metric()
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
         self._numbers = Numbers(window=self._unit)
@@ -152,6 +155,8 @@ class FoundSizes(GivenSizes):
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
             self.pace = None if self._noisy else self._path
+            each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
+            self._metric.active = each and not self._noisy
         if self._start is None:
             self._start = flatten(state.x.leaves).detach().clone()
             if self._noisy and self._tests and self._curvatures:
@@ -361,7 +366,7 @@ class FoundSizes(GivenSizes):
             latest = [here - there for here, there in zip(merits, before.latest, strict=False)]
             n.learn_from_merits(latest, self._unit, n.longest_step(direction))
         else:
-            n.learn_from_secant(way, direction - before.direction)
+            n.learn_from_secant(way, before.direction, direction, self._metric.units)
         n.returns, n.drift = 0, n.drift / 2
         slow = not self._noisy and -rise < TOLERATED * found.gap
         if slow and self._raise_multiplier(state, least=2.0):
@@ -376,21 +381,16 @@ class FoundSizes(GivenSizes):
         return max(self._numbers.steepness, 1 / self.pace.rate if self.pace.rate else math.inf)
 
     def _go_on(
-        self,
-        state: Iterate,
-        direction: Tensor,
-        found: Merits,
-        settled: bool,
-        keep: bool = False,
+        self, state: Iterate, direction: Tensor, found: Merits, settled: bool, keep: bool = False
     ) -> float:
         """Begin a window here; the step of x. ``keep``: what is tested against stays as it is."""
         n = self._numbers
         if self._closing:
             return 0.0
         norm, first = length(direction), math.isnan(n.upper)
-        x = flatten(state.x.leaves)
+        x, towards = flatten(state.x.leaves), self._metric.turned(direction, state.x)
         if first and norm:
-            n.begin_at(x, norm, statistics.fmean(found.values or [0.0]), self._unit)
+            n.begin_at(x, direction, towards, statistics.fmean(found.values or [0.0]), self._unit)
         # in minibatches the looks at which y was fitted are over: x must not set out too coarsely
         coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
         if coarse and self._raise_multiplier(state):
@@ -410,6 +410,7 @@ class FoundSizes(GivenSizes):
             return 0.0
         if self._noisy:
             n.limit_moves(x, direction, first=first)
+        self._metric.turn_grads(state.x, towards)
         return n.upper
 
     def _go_back(self, state: Iterate, merit: float) -> float:
@@ -425,11 +426,7 @@ class FoundSizes(GivenSizes):
         if before is None:
             return False
         self.returned = True
-        for variable, place in zip(state.variables(), before.places, strict=True):
-            torch._foreach_copy_([*variable.leaves, *variable.buffers], place)
-            variable.reshard()
-        for curvature, known in zip(self._curvatures, before.curvatures, strict=True):
-            curvature.load_state_dict(known)
+        before.restore(state, self._curvatures)
         state.reset_estimators()
         self.forget_path()
         self._rested = before.lower
@@ -475,6 +472,7 @@ class FoundSizes(GivenSizes):
             "reference": None if there is None else saved(vars(there)),
             "rested": self._rested,
             "average": saved(self._average) if self._average else None,
+            "metric": saved(self._metric),
             "path": saved(self._path.state_dict()) if self._path and n.resting else None,
             "signal": self._signal,
         }
@@ -495,6 +493,7 @@ class FoundSizes(GivenSizes):
         self._rested = list(state["rested"])
         if self._average is not None:
             self._average.load_state_dict(state["average"])
+        self._metric.load_state_dict(state["metric"])
         if self._path is not None and state["path"] is not None:
             self._path.load_state_dict(saved(state["path"]))
         self._signal, self._closing = state["signal"], False

@@ -7,13 +7,14 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bilevel.errors import StateError
 from bilevel.stepping.curvature import Curvature
 from bilevel.stepping.merit import TOLERATED, Merits, standard_error, surely_rose
 from bilevel.stepping.policy import Iterate
-from bilevel.variables import flatten, length, saved
+from bilevel.variables import flatten, inner, length, saved
 
 MOST_RESTS, LATER_RESTS = 10, 3
 """At the start, until y is near the lower solution; later three are enough to tell."""
@@ -91,11 +92,13 @@ class Numbers:
         """From one look to the next where nothing tests the steps of x."""
         self.since, self.window = 0, min(2 * self.window, WINDOW_OF_GIVEN_STEPS * unit)
 
-    def begin_at(self, x: Tensor, norm: float, merit: float, unit: int) -> None:
+    def begin_at(
+        self, x: Tensor, direction: Tensor, towards: Tensor, merit: float, unit: int
+    ) -> None:
         """The first step of x: it promises a tenth of the merit, and moves x by a tenth at most."""
-        reach = FIRST_SHARE * (length(x) or math.sqrt(x.numel()))
-        promise = FIRST_SHARE * abs(merit) / norm
-        self.upper = self.first = min(reach, promise or reach) / norm / unit
+        reach = FIRST_SHARE * (length(x) or math.sqrt(x.numel())) / length(towards)
+        promise = FIRST_SHARE * abs(merit) / inner(direction, towards)
+        self.upper = self.first = min(reach, promise or reach) / unit
 
     def measure_anew(self) -> None:
         """The merit is another one from now on: measure it before x moves again."""
@@ -141,11 +144,18 @@ class Numbers:
         else:
             self.upper *= min(0.5, max(0.5 * self.promised / (self.promised + rise), 0.1))
 
-    def learn_from_secant(self, way: Tensor, turn: Tensor) -> None:
-        """The step after one that passed the test, by which the direction turned."""
-        bend = float(way @ turn)
-        secant = float(way @ way) / bend if bend > 0 else math.inf
-        self.upper = max(0.1 * self.upper, min(2 * self.upper, secant))
+    def learn_from_secant(
+        self, way: Tensor, before: Tensor, direction: Tensor, units: Tensor | None
+    ) -> None:
+        """The step after one that passed the test, by which the direction turned.
+
+        It is at most twice as long, and its rate at most twice that of the last.
+        """
+        bend = float(way @ (direction - before))
+        measured = way if units is None else units * way
+        secant = float(measured @ way) / bend if bend > 0 else math.inf
+        shorter = min(1.0, length(before) / (length(direction) or 1.0))
+        self.upper = max(0.1 * self.upper, min(2 * shorter * self.upper, secant))
 
     def learn_from_merits(self, rises: list[float], unit: int, longest: float) -> None:
         """The step and the window after one that passed, by what the merits rose in it.
@@ -211,6 +221,14 @@ class Reference:
     steepness: float
     curvatures: list[dict[str, Any]]
     settled: bool
+
+    def restore(self, state: Iterate, curvatures: list[Curvature]) -> None:
+        """Put x, all copies of y and what is known of the curvatures back to what they were."""
+        for variable, place in zip(state.variables(), self.places, strict=True):
+            torch._foreach_copy_([*variable.leaves, *variable.buffers], place)
+            variable.reshard()
+        for curvature, known in zip(curvatures, self.curvatures, strict=True):
+            curvature.load_state_dict(known)
 
     def remember_lowest(self, before: Reference) -> None:
         """Keep f at the lower solution of an earlier reference if it was lower there."""

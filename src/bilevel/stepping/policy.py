@@ -22,6 +22,7 @@ class Iterate(Protocol):
     x: Variable
     k: int
     multiplier: float
+    x_update: Update
 
     @property
     def solution(self) -> Variable:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.errors import ArgumentError, ArgumentTypeError, StateError
 from bilevel.problem import Number, Projection, ProximalMap, RowNumbers, RowWise
+from bilevel.problem.sets import Box
 from bilevel.stepping.optimizer_forms import optimizer_form
 from bilevel.stepping.optimizers import (
     build,
@@ -119,6 +120,12 @@ class Update:
     def plain(self) -> bool:
         """Whether it is a step of the given length and a projection, and nothing else."""
         return type(self) is Update and self._optimizer is None
+
+    @property
+    def entrywise(self) -> bool:
+        """Whether a step moves each entry by itself, so that each may have a rate of its own."""
+        free = all(isinstance(project, Box) for *_, project in self._projections)
+        return self.plain and free and not any(self._variable.row_sparse)
 
     @property
     def can_skip_without_sync(self) -> bool:
