@@ -92,6 +92,12 @@ def test_choices_are_reported(cleaner: LabelCleaner) -> None:
     assert 0 < settings["lower_lr"] * settings["curvature"] < 1
 
 
+def test_few_samples_are_taken_all_at_once(insects: Insects, cleaner: LabelCleaner) -> None:
+    other = insects.fit(LabelCleaner(random_state=0, batch_size=20))
+    np.testing.assert_array_equal(other.sample_weight_, cleaner.sample_weight_)
+    assert cleaner.settings_["batch_size"] == 400
+
+
 def test_the_fits_are_compared_and_the_share_of_wrong_labels_has_an_interval(
     insects: Insects, cleaner: LabelCleaner
 ) -> None:

@@ -59,6 +59,8 @@ class CrossFits:
         self._trusted_rows = task.rows.part(task.trusted)
         self._judged_fold = task.fold[task.judged].numpy()
         self._trusted_fold = task.fold[task.trusted].numpy()
+        self._judged_parts = self._by_fold(self._judged_rows, self._judged_fold)
+        self._trusted_parts = self._by_fold(self._trusted_rows, self._trusted_fold)
         self.right = task.labels[task.trusted].numpy()
         self.given = task.labels[task.judged].numpy()
 
@@ -71,16 +73,15 @@ class CrossFits:
             compressed = learner.compressed(rows)
             small, rows, expanded = compressed.learner, compressed.rows, compressed.expanded
         labels = torch.from_numpy(self.right)
-        folds = self._folds()
-        last: list[Any] = [None] * len(folds)
-        inside = self._trusted_fold == np.array(folds)[:, None]
-        weights = torch.from_numpy(~inside).float()
+        parts = self._by_fold(rows, self._trusted_fold)
+        last: list[Any] = [None] * len(parts)
+        weights = torch.from_numpy(np.stack([~part for part, _ in parts])).float()
 
         def scored(ridge: float) -> tuple[float, tuple[Array, list[Any]]]:
-            last[:] = small.fit_several(rows, labels, weights, ridge, [None] * len(folds), last)
+            last[:] = small.fit_several(rows, labels, weights, ridge, [None] * len(parts), last)
             logits = self._empty(self.right)
-            for y, part in zip(last, inside, strict=True):
-                logits[part] = small.predict(y, rows.part(_places(part))).double().numpy()
+            for y, (part, some) in zip(last, parts, strict=True):
+                logits[part] = small.predict(y, some).numpy()
             logits = self._neutral(logits)
             return fit_sharpness(logits, self.right)[1], (logits, list(last))
 
@@ -108,13 +109,12 @@ class CrossFits:
         """
         everything, none = np.ones(len(self.given)), np.zeros(len(self.right))
         ridge, first = self._ridge(everything, none == 0, self._learner.ridges, None)
-        parts = [self._judged_fold == number for number in self._folds()]
-        wanted = [(~part, none) for part in parts[1:]]
+        wanted = [(~part, none) for part, _ in self._judged_parts[1:]]
         # They do not start from the first, which has seen the labels that they are to judge.
         models = [first, *self._fit_several(wanted, ridge, [None] * len(wanted))]
         judged = self._empty(self.given)
-        for part, model in zip(parts, models, strict=True):
-            judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
+        for (part, rows), model in zip(self._judged_parts, models, strict=True):
+            judged[part] = self._predict(model, rows)
         # The trusted samples are in none of these fits, so that all folds may judge them.
         on_trusted = np.stack([self._predict(y, self._trusted_rows) for y in models])
         alike = by_class(on_trusted[self._trusted_fold, np.arange(len(self.right))])
@@ -176,11 +176,10 @@ class CrossFits:
         """
         judged = self._empty(self.given)
         trusted = self._empty(self.right)
-        parts = [self._judged_fold == number for number in self._folds()]
-        checks = [self._trusted_fold == number for number in self._folds()]
+        parts = list(zip(self._judged_parts, self._trusted_parts, strict=True))
         wanted = [
             (some * ~part, ~check * self._trust)
-            for some, part, check in zip(kept_by_fold, parts, checks, strict=True)
+            for some, ((part, _), (check, _)) in zip(kept_by_fold, parts, strict=True)
         ]
         starts = list(start.folds)
         if kept is not None:
@@ -188,9 +187,9 @@ class CrossFits:
             starts.append(start.model)
         models = self._fit_several(wanted, ridge, starts)
         whole = start.model if kept is None else models.pop()
-        for part, check, model in zip(parts, checks, models, strict=True):
-            judged[part] = self._predict(model, self._judged_rows.part(_places(part)))
-            trusted[check] = self._predict(model, self._trusted_rows.part(_places(check)))
+        for ((part, rows), (check, checked)), model in zip(parts, models, strict=True):
+            judged[part] = self._predict(model, rows)
+            trusted[check] = self._predict(model, checked)
         return CrossFit(name, whole, models, ridge, judged, trusted)
 
     def again(self, fit: CrossFit, kept: Array) -> CrossFit:
@@ -201,6 +200,11 @@ class CrossFits:
     @property
     def _trust(self) -> float:
         return 1.0 if self._task.verified else 0.0  # assumed samples are among the judged ones
+
+    def _by_fold(self, rows: FeatureRows, fold: Array) -> list[tuple[Array, FeatureRows]]:
+        """Which samples are in each fold, and their rows."""
+        masks = [fold == number for number in self._folds()]
+        return [(mask, rows.part(_places(mask))) for mask in masks]
 
     def _folds(self) -> list[int]:
         return list(range(self._task.folds))
@@ -226,7 +230,7 @@ class CrossFits:
 
     def _held(self, trusted: Array) -> HeldBack | None:
         """Trusted samples on which a module may choose the end of its training."""
-        if not self._task.verified:
+        if not self._task.verified or isinstance(self._learner, SoftmaxRegression):
             return None
         some = _places(trusted > 0) if np.any(trusted) else _places(np.ones(len(trusted), bool))
         return self._trusted_rows.part(some), torch.from_numpy(self.right)[some]

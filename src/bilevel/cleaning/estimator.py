@@ -86,7 +86,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         validation_fraction: the part of the samples in each fold of cross-validation.
         max_steps: the most steps of the weights.
         patience: the number of steps without a lower held-back loss after which to stop.
-        batch_size: the number of samples in a minibatch.
+        batch_size: the number of samples in a minibatch; softmax regression takes up to 1,000
+            samples all at once.
         standardize: whether features are centred, divided by their standard deviation and clipped
             at 4 standard deviations. Sparse features stay sparse: they are divided by the root mean
             square of their nonzero entries, unless all rows have the same norm, as with TF-IDF.

@@ -86,7 +86,12 @@ class Learner(Fitter):
     """A kind of model: how it serves as the lower level, and how it is fitted afterwards.
 
     The variables y of a model are a tree of tensors or an ``nn.Module``.
+
+    Attributes:
+        at_once: whether the samples are so few that the search takes all of them in every step.
     """
+
+    at_once = False
 
     @abstractmethod
     def start(self) -> Any:

@@ -151,8 +151,7 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
         return value / count, gradient / count
 
     start = np.concatenate([equal, np.zeros(classes)])
-    bounds = [(0, None)] * len(models) + [(None, None)] * classes
-    found, _ = minimised(objective, start, bounds=bounds)
+    found, _ = minimised(objective, start, bounded=len(models))
     a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
     loss, freedom = cross_entropy(logits, labels), _freedom(Z, softmax(logits))
@@ -285,8 +284,7 @@ def separated(logits: Array, labels: Array) -> Pool:
             q /= q.sum(1, keepdims=True) + 1e-300
             counts = q.T @ onehot + PRECISION * identity
             T = counts / counts.sum(1, keepdims=True)
-        bounds = [(0, None)] + [(None, None)] * classes
-        link, _ = minimised(objective, link, (q,), bounds, maxiter=5)
+        link, _ = minimised(objective, link, (q,), bounded=1, steps=5)
         if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
             break
     return Pool(link[:1] * sharpness, link[1:])
@@ -320,8 +318,7 @@ def log_odds_of_shares(
     def evidence(share: float, reached: int) -> float:
         nonlocal link
         other = np.where(rows < reached, share / (classes - 1), 0.0)  # probability of other labels
-        bounds = [(0, None)] + [(None, None)] * classes
-        link, lowest = minimised(objective, link, (other,), bounds)
+        link, lowest = minimised(objective, link, (other,), bounded=1)
         return -lowest
 
     none = evidence(0.0, len(z))

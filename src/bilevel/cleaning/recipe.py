@@ -6,8 +6,9 @@
        g(x, y) = 1/n sum_i x_i CE_i(y) + ridge ||y||^2,      f(x, y) = 1/m sum_j CE_j(y),
 
    by F2SA, see :mod:`~bilevel.cleaning.weights`. The inner steps use minibatches that both copies
-   of y share; the direction of x comes from one pass over all samples, which needs forward passes
-   only. A module starts from a training on all samples with weight 1.
+   of y share, or all samples of a small set; the direction of x comes from one pass over all
+   samples, which needs forward passes only. A module starts from a training on all samples with
+   weight 1.
 2. A model is fitted to the trusted samples, one to the others, one to both; see
    :mod:`~bilevel.cleaning.comparison`. These and the models of step 1 say which labels are more
    probably wrong than right, see :mod:`~bilevel.cleaning.noise`, and a model is fitted without

@@ -18,12 +18,15 @@ from bilevel.cleaning.rows import Array, DenseRows, FeatureRows, Features
 from bilevel.methods import F2SA
 
 _INNER_STEPS = 7  # with more of them, the weights on the way tell wrong labels less well
+_INNER_STEPS_AT_ONCE = 3  # as good as 7 with minibatches, whose steps have to be half as long
+_MOST_AT_ONCE = 1000  # samples, for which 3 such steps take no longer than 7 with minibatches
 _MOMENTUM = 0.8
 _RIDGE_SHARE = 0.005  # the ridge as a share of the curvature, so that y is well conditioned
 _ROWS_FOR_CURVATURE = 4000
 _LBFGS_ITERATIONS = (15, 100)  # at least and at most
 _TOLERANCE = 5e-5  # of the gradient
 _SMALL = 10_000  # entries of features with which a fit takes no time, and may be exact
+_FEW_FEATURES = 256  # whose eigenvalues take no longer than 20 steps of an iteration
 _MOST_TOGETHER = 200_000  # variables of the models that are fitted at once
 _LBFGS_WORK = 1e8  # entries of the features that all iterations together may read, within these
 
@@ -41,6 +44,7 @@ class SoftmaxRegression(Learner):
 
     def __init__(self, rows: FeatureRows, classes: int) -> None:
         self.classes = classes
+        self.at_once = len(rows) <= _MOST_AT_ONCE
         self._mean, self._scale = _mean_and_scale(rows)
         self._mean_array = self._mean.numpy()
         self.curvature = 0.5 * self._scale**2
@@ -105,6 +109,9 @@ class SoftmaxRegression(Learner):
         weight: Tensor = y["weight"]
         return {"weight": weight, "bias": self._scale * y["bias"] - self._mean @ weight}
 
+    def predict(self, y: Any, rows: FeatureRows) -> Tensor:
+        return self.logits(y, rows.everything())
+
     def centred(self, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
         """The variables for which the logits are a W + b."""
         return {"weight": weight, "bias": (bias + self._mean @ weight) / self._scale}
@@ -128,12 +135,16 @@ class SoftmaxRegression(Learner):
 
     @property
     def lower_lr(self) -> float:
-        """Half the step that the penalised copy allows, as minibatches have more curvature."""
-        return 0.5 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * self.ridge)
+        """The step that the penalised copy allows; half of it where there are minibatches.
+
+        These have more curvature.
+        """
+        allowed = 1 / (self.curvature * (1 + 1 / MULTIPLIER) + 2 * self.ridge)
+        return allowed if self.at_once else 0.5 * allowed
 
     def method(self, samples: int) -> F2SA:
         return F2SA(
-            inner_steps=_INNER_STEPS,
+            inner_steps=_INNER_STEPS_AT_ONCE if self.at_once else _INNER_STEPS,
             multiplier=MULTIPLIER,
             upper_lr=WEIGHT_STEP * samples,
             lower_optimizer=lambda params: torch.optim.SGD(
@@ -200,13 +211,12 @@ class SoftmaxRegression(Learner):
         first = [self.start() if start is None else start for start in starts]
         joined = [torch.cat([y[name] for y in first], -1) for name in ("weight", "bias")]
         flat = torch.cat([part.reshape(-1) for part in joined]).double().numpy()
-        ftol = 3e-5 if len(kept) * self.width > _SMALL else 1e-7
         found, _ = minimised(
             objective,
             flat,
-            maxiter=self._iterations(len(kept)),
-            pgtol=_TOLERANCE,
-            factr=ftol / np.finfo(float).eps,
+            steps=self._iterations(len(kept)),
+            gradient_tolerance=_TOLERANCE,
+            tolerance=3e-5 if len(kept) * self.width > _SMALL else 1e-7,
         )
         values = torch.from_numpy(found).float()
         every = {"weight": values[:size].view(shape), "bias": values[size:]}
@@ -319,7 +329,7 @@ def _mean_and_scale(rows: FeatureRows, steps: int = 50) -> tuple[Tensor, float]:
         some = torch.randperm(len(rows), generator=generator)[:_ROWS_FOR_CURVATURE]
         features = rows.take(some)
     largest = 0.0
-    if isinstance(features, Tensor) and 8 * len(mean) < len(features):
+    if isinstance(features, Tensor) and len(mean) <= max(_FEW_FEATURES, len(features) // 8):
         centred = features - mean
         largest = float(torch.linalg.eigvalsh(centred.T @ centred / len(features))[-1])
     else:  # power iteration, which never forms the covariance of many features

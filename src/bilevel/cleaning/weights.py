@@ -56,23 +56,26 @@ def learn_weights(
     learner: Learner, task: CleaningTask, start: Any, settings: SearchSettings
 ) -> LearnedWeights:
     """Learn one weight for each sample in ``task.train``; the model starts from ``start``."""
-    count, rows = len(task.train), task.rows
+    count, checked, rows = len(task.train), len(task.trusted), task.rows
     assert rows is not None
-    batch_size = min(settings.batch_size, count)
+    batch_size = count if learner.at_once else min(settings.batch_size, count)
     ones = torch.ones(task.folds, count)
     options: dict[str, Any] = {
         "problem": _problem(learner, task),
         "x0": ones,
         "y0": learner.folded(start, task.folds),
         "method": learner.method(count),
-        # Repeated, so that minibatches of both levels have the same number of samples.
-        "upper_data": task.trusted.repeat(-(-batch_size // len(task.trusted))),
-        "lower_data": torch.arange(count),
-        "batch_size": batch_size,
-        "direction_batch_size": "all",
-        "chunk_size": max(rows.chunk, batch_size),
         "seed": settings.seed,
     }
+    if not learner.at_once:
+        options |= {
+            # Fewer trusted samples than are in a minibatch are taken all at once.
+            "upper_data": torch.arange(checked) if checked > batch_size else None,
+            "lower_data": torch.arange(count),
+            "batch_size": batch_size,
+            "direction_batch_size": "all",
+            "chunk_size": max(rows.chunk, batch_size),
+        }
     saved = None if settings.checkpoint is None else SearchCheckpoint(settings.checkpoint)
     best = LearnedWeights(ones, None, float("inf"), 0, batch_size)
     selection = _Selection(learner, task, settings, best, saved)
@@ -99,25 +102,30 @@ def learn_weights(
 
 
 def _problem(learner: Learner, task: CleaningTask) -> Problem:
-    """Both objectives as functions of minibatches of sample numbers."""
+    """Both objectives as functions of the places of a minibatch; None: all samples."""
     rows, labels, train = task.rows, task.labels, task.train
     assert rows is not None
-    outside = (task.fold != torch.arange(task.folds)[:, None]).float()
+    trusted, right = rows.part(task.trusted), labels[task.trusted]
+    outside = (task.fold[task.trusted] != torch.arange(task.folds)[:, None]).float()
     outside *= task.folds / max(task.folds - 1, 1)  # each sample is outside all folds but one
-    last: list[Any] = [None, None, None]  # the two copies of y ask for the same samples in turn
+    last: list[Any] = []  # the two copies of y ask for the same samples in turn
 
-    def samples(index: Tensor) -> tuple[Any, Tensor]:
-        if last[0] is not index:
-            some = train[index]
+    def samples(index: Tensor | None) -> tuple[Any, Tensor]:
+        if not last or last[0] is not index:
+            some = train if index is None else train[index]
             last[:] = index, rows.take(some), labels[some]
         return last[1], last[2]
 
-    def lower(x: Tensor, y: Any, index: Tensor) -> Tensor:
+    def lower(x: Tensor, y: Any, index: Tensor | None) -> Tensor:
         features, given = samples(index)
-        return learner.fold_loss(y, features, given, x[:, index], learner.ridge)
+        return learner.fold_loss(
+            y, features, given, x if index is None else x[:, index], learner.ridge
+        )
 
-    def upper(x: Tensor, y: Any, index: Tensor) -> Tensor:
-        return learner.fold_loss(y, rows.take(index), labels[index], outside[:, index])
+    def upper(x: Tensor, y: Any, index: Tensor | None) -> Tensor:
+        if index is None:
+            return learner.fold_loss(y, trusted.everything(), right, outside)
+        return learner.fold_loss(y, trusted.take(index), right[index], outside[:, index])
 
     return Problem(upper, lower, x_set=Box(0, 1))
 
