@@ -141,13 +141,29 @@ def _episodes(
 
 @app.command("overhead")
 def _overhead(
-    repeats: Repeats = 21,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto", help='F2SA with "auto" beside the same rates given, in place of all that.'
+        ),
+    ] = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="With --auto: the outer steps from the start of a run.")
+    ] = 800,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="The number of repeats; 21 if not given, with --auto 5."),
+    ] = None,
     device: Device = "cpu",
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
     """The cost of an inner step beside the same step written by hand, and in JAX if installed."""
-    measure("overhead", json_file, repeats=repeats, device=device, seed=seed)
+    if auto:
+        options = {"steps": steps, "repeats": repeats or 5, "device": device, "seed": seed}
+        measure("overhead.auto", json_file, threads=1, **options)
+        return
+    measure("overhead", json_file, repeats=repeats or 21, device=device, seed=seed)
 
 
 @app.command("scale")

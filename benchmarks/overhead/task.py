@@ -55,14 +55,15 @@ class Task:
         )
         return cls(problem, batch, inner_steps, seed)
 
-    def solver(self, *, compile: bool) -> Solver:
-        """Make the solver that takes the steps of F2SA."""
+    def solver(self, *, compile: bool, method: F2SA | None = None) -> Solver:
+        """Make the solver that takes the steps of F2SA, by default with the settings above."""
         problem = self.problem
         return Solver(
             problem,
             problem.x0,
             problem.y0,
-            method=F2SA(
+            method=method
+            or F2SA(
                 inner_steps=self.inner_steps,
                 lower_lr=self.lower_lr,
                 upper_lr=self.upper_lr,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import overhead
+from benchmarks.overhead import auto as of_auto
 from benchmarks.overhead import by_hand
 from benchmarks.overhead.task import Task
+from bilevel import F2SA
 
 
 def task() -> Task:
@@ -71,3 +74,32 @@ def test_every_contestant_is_timed() -> None:
     else:
         assert all(row.to_floor is None for row in rows)
     assert overhead.table(rows).row_count == len(rows)
+
+
+def test_beside_auto_a_direction_is_of_as_many_minibatches_with_the_rates_given() -> None:
+    problem = task()
+    auto = problem.solver(compile=False, method=F2SA(lower_lr="auto", upper_lr="auto"))
+    given = problem.solver(compile=False, method=of_auto.Given(lower_lr=0.01, upper_lr=0.1))
+    assert given.draw.batches == auto.draw.batches != (1, 1)
+
+
+def test_auto_is_timed_beside_the_rates_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(of_auto, "Given", lambda **rates: made.append(rates) or F2SA(**rates))
+    monkeypatch.setattr(of_auto, "_advance", partial(advance, of_auto._advance))
+    run = partial(of_auto.run, batches=[5], samples=100, inner_steps=2, steps=30, repeats=2)
+    rows = run(compiled=[False])
+    assert [(row.batch, row.compiled, row.steps) for row in rows] == [(5, False, 30)]
+    assert made[0]["lower_lr"] > 0
+    assert made[0]["multiplier"] >= 10
+    assert rows[0].looks > 1
+    assert min(rows[0].found, rows[0].given) > 0
+    assert of_auto.table(rows).row_count == 1
+
+
+def advance(original: Any, task: Task, solver: Any, steps: int) -> float:
+    """The steps, and that the time is of a run that is where it should be."""
+    before = solver.k
+    seconds: float = original(task, solver, steps)
+    assert solver.k == before + steps <= 30
+    return seconds

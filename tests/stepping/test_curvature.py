@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import bilevel
+from bilevel.problem import Level
 from bilevel.problems import Quadratic, WeightedLogistic
-from bilevel.stepping.curvature import Curvature, difference, slope_of
+from bilevel.sampling import indexed
+from bilevel.stepping.curvature import (
+    Curvature,
+    difference,
+    mean_slope,
+    probed_slopes,
+    slope_of,
+)
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
 
@@ -108,3 +117,80 @@ def test_the_first_vector_is_made_where_its_generator_is() -> None:
     with torch.device("meta"):
         found = bilevel.minimize(problem, x, y, steps=20)
     assert torch.allclose(found.x, torch.ones(2), atol=1e-3)
+
+
+def weighted(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+    """Linear regression with a weight for each sample."""
+    rows, targets, index = batch
+    return (x[index].sigmoid() * (rows @ y - targets) ** 2).mean() + 0.1 * (y * y).sum()
+
+
+def fit(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+    rows, targets = batch
+    return ((rows @ y - targets) ** 2).mean()
+
+
+def sampled(lower: Any = weighted, batch_size: int = 5) -> tuple[bilevel.Solver, list[int]]:
+    """A run on minibatches, and the numbers of samples that g is evaluated on, as it goes on."""
+    generator, seen = torch.Generator().manual_seed(0), []
+    rows = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randn(60, generator=generator, dtype=torch.float64)
+
+    def g(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        seen.append(len(batch[0]))
+        return lower(x, y, batch)
+
+    solver = bilevel.Solver(
+        bilevel.Problem(fit, g),
+        torch.zeros(60, dtype=torch.float64),
+        torch.ones(3, dtype=torch.float64),
+        method=bilevel.F2SA(lower_lr="auto", upper_lr="auto"),
+        upper_data=(rows[:20], targets[:20]),
+        lower_data=(rows, targets, torch.arange(60)),
+        batch_size=batch_size,
+    )
+    seen.clear()
+    return solver, seen
+
+
+@pytest.mark.parametrize("looks", [0, 1, 5])
+def test_the_mean_of_probed_slopes_is_one_evaluation_where_the_objectives_are_means(
+    looks: int,
+) -> None:
+    solver, seen = sampled()
+    x, y = solver.state.x, solver.state.solution
+    parts = [slope(y) for slope in probed_slopes(solver.evaluator, x, Level.LOWER, looks)]
+    assert seen == [5] * len(parts) == [5] * (2 if looks else 8)
+    seen.clear()
+    found = mean_slope(solver.evaluator, x, Level.LOWER, looks)
+    assert not seen  # nothing is evaluated, or gathered, before it is asked for
+    torch.testing.assert_close(found(y), torch.stack(parts).mean(dim=0))
+    assert seen == [5 * len(parts)]
+
+
+def test_of_a_sum_over_the_batch_the_mean_is_that_of_the_minibatches() -> None:
+    """A sum over more samples is another function."""
+    solver, seen = sampled(lambda x, y, batch: len(batch[0]) * weighted(x, y, batch))
+    assert solver.draw.batches == (1, 1)
+    seen.clear()
+    mean_slope(solver.evaluator, solver.state.x, Level.LOWER, 0)(solver.state.solution)
+    assert seen == [5] * 8
+
+
+def test_what_would_not_stay_in_the_caches_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "PART_BYTES", 5 * 5 * 8 * 4)  # rows are of three and two numbers
+    solver, seen = sampled()
+    assert solver.draw.batches != (1, 1)
+    for looks, sizes in ((0, [5] * 8), (1, [10])):
+        seen.clear()
+        mean_slope(solver.evaluator, solver.state.x, Level.LOWER, looks)(solver.state.solution)
+        assert seen == sizes
+
+
+def test_the_first_look_takes_few_evaluations() -> None:
+    """Eight power iterations on the whole probe were 64 evaluations of g before the first step."""
+    solver, seen = sampled()
+    solver.step()
+    assert seen.count(40) >= 8
+    # the inner steps, what x and its test see; none of it is eight times eight
+    assert seen.count(5) < 64

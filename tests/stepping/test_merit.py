@@ -192,3 +192,41 @@ def test_a_rise_of_all_by_more_than_themselves_is_sure() -> None:
     assert standard_error(here) > statistics.fmean(here) / SURE
     assert surely_rose(here, there)
     assert not surely_rose([*here[:-1], 1.5], there)
+
+
+def test_f_is_not_evaluated_again_on_a_batch_that_stays() -> None:
+    """Of few trusted samples there is one batch, beside eight of those that g is tested on."""
+    seen: list[str] = []
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        seen.append("f")
+        return (y - 1).square().mean() + 0 * batch.sum()
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        seen.append("g")
+        return (y - x - batch.mean()).square().mean()
+
+    data = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    solver = bilevel.Solver(
+        bilevel.Problem(upper, lower),
+        torch.zeros(()),
+        torch.zeros(2),
+        method=bilevel.F2SA(lower_lr="auto", upper_lr="auto"),
+        upper_data=data[:6],
+        lower_data=data,
+        batch_size=4,
+    )
+    state = solver.state
+    phi = Phi(FORWARD, state.x, state.points, 10.0, True)
+    seen.clear()
+    found = merits_at(solver.evaluator, state, phi)
+    assert (seen.count("f"), seen.count("g")) == (2, 16)
+    assert len(found.values) == len(found.solution) == 8
+    assert len(set(found.solution)) == 1 < len(set(found.lower))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_standard_errors_are_those_of_statistics(scale: float) -> None:
+    rises = [scale * rise for rise in (0.1, -0.7, 2.0, 0.30000000001, 5.0)]
+    assert standard_error(rises) == pytest.approx(statistics.stdev(rises) / math.sqrt(5), rel=1e-12)
+    assert standard_error(rises[:1]) == standard_error([]) == 0.0

@@ -98,6 +98,12 @@ class Indexed(Stream):
     def probe(self) -> list[Any]:
         return self._spread(self.batch_size or self.length)
 
+    def joined_probe(self, places: Sequence[int]) -> Any | None:
+        if self.batch_size is None or len(places) * self._part_bytes > PART_BYTES:
+            return None
+        parts = self._rows_spread(self.batch_size)
+        return self._take(torch.cat([parts[place] for place in places]))
+
     def wide_probe(self) -> list[Any]:
         return self._spread(max(self.batch_size or self.length, self._cheap))
 
@@ -107,13 +113,16 @@ class Indexed(Stream):
             return [self.next()]
         if size in self._probes:
             return self._probes[size]
-        batches = max(1, min(PROBES, self.length // self.batch_size))
-        count = min(batches * size, self.length)
-        rows = torch.arange(count, device=self._block.device) * self.length // count
-        probe = [self._take(rows[first::batches]) for first in range(batches)]
+        probe = [self._take(rows) for rows in self._rows_spread(size)]
         if bytes_of(probe) <= KEPT_BYTES:
             self._probes[size] = probe
         return probe
+
+    def _rows_spread(self, size: int) -> list[Tensor]:
+        batches = max(1, min(PROBES, self.length // (self.batch_size or self.length)))
+        count = min(batches * size, self.length)
+        rows = torch.arange(count, device=self._block.device) * self.length // count
+        return [rows[first::batches] for first in range(batches)]
 
     def parts(self, size: DirectionSize, chunk: int | None) -> Iterator[tuple[Any, float]]:
         if size is None:

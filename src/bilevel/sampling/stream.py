@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -51,6 +51,10 @@ class Stream(ABC):
     def probe(self) -> list[Any]:
         """A few batches, the same ones in every call, in a resumed run too."""
         return [self.peek()]
+
+    def joined_probe(self, places: Sequence[int]) -> Any | None:
+        """The batches at some places of the probe as one; None: that is not known to be as fast."""
+        return None
 
     def wide_probe(self) -> list[Any]:
         """The same with larger batches, where these take no longer to evaluate."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel.problem import Level, Objectives
-from bilevel.sampling import Rewind
+from bilevel.sampling import Rewind, Stream
 from bilevel.stepping.updates import Update
 from bilevel.variables import (
     Variable,
@@ -43,12 +44,14 @@ SLOPE_CHANGE = 0.2
 SHORTENINGS = 16
 """So many times a first step may be shortened, by ten at most: as far as double precision goes."""
 
+Objective: TypeAlias = Callable[[Variable, Variable, Any], Tensor]
+
 Slope: TypeAlias = Callable[[Variable], Tensor]
 """The gradient in a variable's leaves of one objective on one sample, flat."""
 
 
 def slope_of(
-    objective: Callable[[Variable, Variable, Any], Tensor],
+    objective: Objective,
     x: Variable,
     sample: list[Any],
     mean: Callable[[Tensor], Tensor] = torch.clone,
@@ -77,15 +80,43 @@ def probed_slopes(objectives: Objectives, x: Variable, level: Level, looks: int)
     Two say how noisy they are, and that one of them holds an outlier counts for less; the first
     look sees the whole probe.
     """
-    stream, objective = objectives.draw.lower, objectives.g
-    if level is Level.UPPER:
-        stream, objective = objectives.draw.upper, objectives.f
+    stream, objective = _of(level, objectives)
     batches = [stream.peek()]
     if not stream.deterministic and stream.probed:
         probe = stream.probe()
-        count = min(2, len(probe)) if looks else len(probe)
-        batches = [probe[(2 * looks + i) % len(probe)] for i in range(count)]
+        batches = [probe[place] for place in _places(len(probe), looks)]
     return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
+
+
+def mean_slope(objectives: Objectives, x: Variable, level: Level, looks: int) -> Slope:
+    """The mean of the probed slopes, by one evaluation on all their samples where that is the same.
+
+    It is where an x direction is of several minibatches: there the objectives were seen to be means
+    over their samples, see :mod:`bilevel.stepping.reach`.
+    """
+    stream, objective = _of(level, objectives)
+
+    @cache  # gathered when it is asked for, which at most looks it is not
+    def slopes() -> list[Slope]:
+        if objectives.draw.batches != (1, 1) and not stream.deterministic:
+            joined = stream.joined_probe(_places(len(stream.probe()), looks))
+            if joined is not None:
+                return [slope_of(objective, x, [joined], objectives.mean)]
+        return probed_slopes(objectives, x, level, looks)
+
+    return lambda y: torch.stack([slope(y) for slope in slopes()]).mean(dim=0)
+
+
+def _of(level: Level, objectives: Objectives) -> tuple[Stream, Objective]:
+    if level is Level.UPPER:
+        return objectives.draw.upper, objectives.f
+    return objectives.draw.lower, objectives.g
+
+
+def _places(batches: int, looks: int) -> list[int]:
+    """Which of the batches of a probe are looked at."""
+    count = min(2, batches) if looks else batches
+    return [(2 * looks + place) % batches for place in range(count)]
 
 
 @torch.no_grad()
@@ -148,13 +179,14 @@ class Curvature:
         may hold an outlier, both are followed halfway.
         """
         here = slope(y) if here is None else here
+        of_y, of_slope = norm_of(y), length(here)
         found = largest = self.value
         for _ in range(steps):
             # At the start the scale of y is not known; the first estimate of L gives it. Power
             # iterations do not lower an estimate, unless it is rounding, where there is no
             # curvature: then the scale would grow without limit.
             largest = max(largest, found)
-            scale = max(norm_of(y), length(here) / largest if largest else 0.0)
+            scale = max(of_y, of_slope / largest if largest else 0.0)
             unit = math.sqrt(len(here))
             if scale <= 10 * torch.finfo(here.dtype).eps * unit:  # y = 0, and solves the level
                 scale = unit
@@ -251,11 +283,6 @@ def raised_multiplier(
     wanted = max(change_within(slope, y, z) / SLOPE_CHANGE, least)
     most = largest_multiplier(now, y, z, *(curvature.value for curvature in curvatures))
     return min(now * min(wanted, 10.0), most) if math.isfinite(wanted) else now
-
-
-def mean_of(slopes: list[Slope]) -> Slope:
-    """The mean of several gradients at the same point."""
-    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
 
 
 def change_within(slope: Slope, y: Variable, z: Variable) -> float:

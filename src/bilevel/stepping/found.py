@@ -68,7 +68,7 @@ from bilevel.stepping.curvature import (
     Slope,
     cosine,
     first_multiplier,
-    mean_of,
+    mean_slope,
     probed_slopes,
     raised_multiplier,
 )
@@ -173,7 +173,7 @@ class FoundSizes(GivenSizes):
             rewind()
             if not self._tests:
                 n.begin_window_of_given_steps(self._unit)
-        if look or self._changes or not self._rates.constant or self.pace is not None:
+        if look or self._changes or self._follows_k or self.pace is not None:
             self._set_sizes(state)
         assert self.current is not None
         self._settled = None
@@ -208,31 +208,31 @@ class FoundSizes(GivenSizes):
         if self._traits.stiffness is None:
             return
         n, y, noisy = self._numbers, state.solution, bool(self._noisy)
-        of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
-        of_f = probed_slopes(objectives, state.x, Level.UPPER, n.looks)
-        lower, upper = mean_of(of_g), mean_of(of_f)
+        lower = mean_slope(objectives, state.x, Level.LOWER, n.looks)
+        upper = mean_slope(objectives, state.x, Level.UPPER, n.looks)
         self._slope_of_f = upper
         g, f = self._curvatures
-        slopes = [slope(y) for slope in of_g]
-        here = torch.stack(slopes).mean(dim=0)
         if not n.looks:
+            here, of_f = lower(y), upper(y)
             g.refine(lower, y, FIRST_POWER_STEPS, here=here)
-            f.refine(upper, y, FIRST_POWER_STEPS)
+            f.refine(upper, y, FIRST_POWER_STEPS, here=of_f)
             if self._traits.raises and g.value > 0:
-                own = first_multiplier(g.value, f.value, y, here, upper(y))
+                own = first_multiplier(g.value, f.value, y, here, of_f)
                 n.multiplier = max(own, self._traits.least_multiplier)
             if self.pace is None:  # which tests its steps
                 update = next(update for update in state.updates() if update.variable is y)
                 g.hold_for_a_step(lower, update, here)
         else:
-            g.refine(lower, y, 1, noisy=noisy, here=here)
+            of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
+            slopes = [slope(y) for slope in of_g]
+            if len(slopes) > 1:
+                n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
+            g.refine(lower, y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
             self._signal = length(upper(state.penalised or y))
         n.steady = self._traits.steady(state.k) if noisy else 1.0
-        if len(of_g) > 1 and n.looks:
-            n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
         if not self._tests:
             n.looks += 1
 

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from bilevel.problem import FORWARD, Level, Objectives, Phi
 from bilevel.sampling import Rewind
@@ -67,19 +68,22 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     uppers, lowers = draw.upper.wide_probe(), draw.lower.wide_probe()
     rewind = Rewind(x.device)
     places = range(max(len(uppers), len(lowers)))
-    values = []
+    values: list[Tensor] = []
     with values_only(x, *(y for _, y, _ in terms)):
         for place in places:
             for level, y, _ in terms:
-                rewind()
                 upper = level is Level.UPPER
-                objective = objectives.f if upper else objectives.g
                 batches = uppers if upper else lowers
-                value = objective(x, y, batches[place % len(batches)])
-                values.append(value.detach().double())
+                if place >= len(batches):  # it would be the same as on that batch before
+                    values.append(values[-len(terms) * len(batches)])
+                    continue
+                rewind()
+                objective = objectives.f if upper else objectives.g
+                values.append(objective(x, y, batches[place]).detach())
     rewind()
     # all of them are read at once, because each reading waits for the device
-    found = objectives.mean(torch.stack(values).view(-1, len(terms))).T.tolist()
+    known = torch.stack(values).double().view(-1, len(terms))
+    found = objectives.mean(known).T.tolist()
     f, gaps = [0.0 for _ in places], [0.0 for _ in places]
     solution, lower = list(f), list(f)
     for (level, y, weight), column in zip(terms, found, strict=True):
@@ -116,7 +120,12 @@ def is_noisy(objectives: Objectives, state: Iterate) -> bool:
 
 def standard_error(rises: list[float]) -> float:
     """The standard error of their mean; 0 for one, which is exact."""
-    return statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else 0.0
+    count = len(rises)
+    if count < 2:
+        return 0.0
+    # statistics.stdev computes in fractions, which takes as long as an evaluation of an objective
+    mean = statistics.fmean(rises)
+    return math.hypot(*(rise - mean for rise in rises)) / math.sqrt(count * (count - 1))
 
 
 def lower_rose(found: Merits, rested: list[float], last: float) -> bool:

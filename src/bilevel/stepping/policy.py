@@ -66,6 +66,7 @@ class GivenSizes:
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
+        self._follows_k = not rates.constant
         self._shares = {"lower": 1.0, "upper": 1.0}
         self._changes = True
         self.current: StepSizes | None = None
@@ -84,7 +85,7 @@ class GivenSizes:
         """The step sizes of the step that the state is about to take."""
         if self.current is None or self._changes:
             self._shortened(self._rates.at(state.k, state.multiplier))
-            self._changes = not self._rates.constant
+            self._changes = self._follows_k
         assert self.current is not None
         return self.current
 
