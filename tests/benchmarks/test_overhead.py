@@ -84,14 +84,20 @@ def test_beside_auto_a_direction_is_of_as_many_minibatches_with_the_rates_given(
 
 
 def test_auto_is_timed_beside_the_rates_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(of_auto, "Given", lambda **rates: made.append(rates) or F2SA(**rates))
+    made: list[of_auto.Given] = []
+
+    class Recorded(of_auto.Given):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            made.append(self)
+
+    monkeypatch.setattr(of_auto, "Given", Recorded)
     monkeypatch.setattr(of_auto, "_advance", partial(advance, of_auto._advance))
     run = partial(of_auto.run, batches=[5], samples=100, inner_steps=2, steps=30, repeats=2)
     rows = run(compiled=[False])
     assert [(row.batch, row.compiled, row.steps) for row in rows] == [(5, False, 30)]
-    assert made[0]["lower_lr"] > 0
-    assert made[0]["multiplier"] >= 10
+    assert made[0].lower_lr not in ("auto", 0.0)
+    assert made[0].multiplier >= 10  # type: ignore[operator]
     assert rows[0].looks > 1
     assert min(rows[0].found, rows[0].given) > 0
     assert of_auto.table(rows).row_count == 1
