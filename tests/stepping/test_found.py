@@ -213,3 +213,23 @@ def test_x_is_not_thrown_away_where_y_breaks_away_within_a_window(compile: bool)
     )
     assert max(furthest) < 100  # it was 2e10
     assert furthest[-1] < 10
+
+
+def test_what_objectives_draw_at_random_is_no_curvature() -> None:
+    """Both gradients of a difference are taken with the same draws, at every look."""
+
+    def drawn(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return 0.5 * (y**2).sum() + 10 * (torch.randn_like(y) * y).sum()
+
+    solver = bilevel.Solver(
+        bilevel.Problem(lambda x, y, batch: ((x - 1) ** 2).sum() + (y**2).sum(), drawn),
+        torch.zeros(3),
+        torch.ones(3),
+        method="no-bilevel",
+        lower_data=TARGETS,
+        batch_size=8,
+    )
+    policy = solver.state.policy
+    for _ in range(40):
+        solver.step()
+        assert policy._curvatures[0].value == pytest.approx(1.0, rel=0.05)

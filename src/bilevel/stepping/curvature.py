@@ -104,7 +104,12 @@ def mean_slope(objectives: Objectives, x: Variable, level: Level, looks: int) ->
                 return [slope_of(objective, x, [joined], objectives.mean)]
         return probed_slopes(objectives, x, level, looks)
 
-    return lambda y: torch.stack([slope(y) for slope in slopes()]).mean(dim=0)
+    return lambda y: mean_of(slopes())(y)
+
+
+def mean_of(slopes: list[Slope]) -> Slope:
+    """The mean of several gradients at the same point."""
+    return lambda y: torch.stack([slope(y) for slope in slopes]).mean(dim=0)
 
 
 def _of(level: Level, objectives: Objectives) -> tuple[Stream, Objective]:

@@ -68,6 +68,7 @@ from bilevel.stepping.curvature import (
     Slope,
     cosine,
     first_multiplier,
+    mean_of,
     mean_slope,
     probed_slopes,
     raised_multiplier,
@@ -208,11 +209,10 @@ class FoundSizes(GivenSizes):
         if self._traits.stiffness is None:
             return
         n, y, noisy = self._numbers, state.solution, bool(self._noisy)
-        lower = mean_slope(objectives, state.x, Level.LOWER, n.looks)
-        upper = mean_slope(objectives, state.x, Level.UPPER, n.looks)
-        self._slope_of_f = upper
+        upper = self._slope_of_f = mean_slope(objectives, state.x, Level.UPPER, n.looks)
         g, f = self._curvatures
         if not n.looks:
+            lower = mean_slope(objectives, state.x, Level.LOWER, 0)
             here, of_f = lower(y), upper(y)
             g.refine(lower, y, FIRST_POWER_STEPS, here=here)
             f.refine(upper, y, FIRST_POWER_STEPS, here=of_f)
@@ -227,7 +227,8 @@ class FoundSizes(GivenSizes):
             slopes = [slope(y) for slope in of_g]
             if len(slopes) > 1:
                 n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
-            g.refine(lower, y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
+            # the same slopes again, since another would draw other numbers at random
+            g.refine(mean_of(of_g), y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
         if self.pace is not None:
