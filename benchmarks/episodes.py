@@ -170,7 +170,9 @@ def solver(
 
     def task(generator: torch.Generator) -> Any:
         counts = [WAYS * each for each in (shots, ASKED)]
-        images = torch.randn(sum(counts), 1, side, side, generator=generator).to(device)
+        images = torch.randn(
+            sum(counts), 1, side, side, generator=generator, device=generator.device
+        ).to(device)
         labels = [torch.arange(WAYS, device=device).repeat(count // WAYS) for count in counts]
         return [*zip(torch.split(images, counts), labels, strict=True)]
 

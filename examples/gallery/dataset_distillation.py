@@ -7,8 +7,8 @@ level is its loss on 5,000 real digits. The images are compared with ten real di
 mean of each class, on which the same classifier is trained.
 
 JAXopt has this example, with implicit differentiation by conjugate gradients. That is ``AID`` here;
-it gets as much CPU time as F2SA, and since this lower level is small, smooth and strongly convex,
-it comes out a little ahead. To save time the digits have 14 x 14 pixels.
+it gets as much CPU time as F2SA, and on this lower level, which is small, smooth and strongly
+convex, it comes out level. To save time the digits have 14 x 14 pixels.
 
 .. gallery-result:: dataset_distillation
 """

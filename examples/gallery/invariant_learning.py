@@ -11,7 +11,7 @@ one classifier that is trained on both environments with these weights.
 
 Compared are the same classifier on all features, on the shape alone (whoever knows which features
 are invariant does better than what learns it), and with the penalty of that paper (IRMv1). That is
-clearly better than the learned weights, which are far ahead of all features but stay below one
+clearly better than the learned weights, which are far ahead of all features but stay near one
 half, so that the colour still deceives.
 
 .. gallery-result:: invariant_learning

@@ -13,9 +13,9 @@ differentiate one unrolled step of y: ``ITD(inner_steps=1)`` here, which gets as
 The weights are divided by their sum in the batch, as in the paper. To save time the digits have
 14 x 14 pixels.
 
-The weights are ahead of training on all digits, and not clearly ahead of one unrolled step, nor of
-the 500 trusted digits alone, which with six labels of ten being random are worth as much as the
-5,000 others.
+The weights are ahead of training on all digits, and of the 500 trusted digits alone, which with six
+labels of ten being random are worth as much as the 5,000 others. One unrolled step is behind, too;
+but its steps are those that "auto" finds for it, and in some seeds these are too long.
 
 .. gallery-result:: meta_weight_net_noise
 """

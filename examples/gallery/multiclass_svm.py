@@ -12,9 +12,9 @@ the same strengths per column by implicit differentiation with conjugate gradien
 JAXopt's way, whose example learns one strength, on the dual problem. All strengths stay within the
 range of the grid: far weaker ones leave a lower level that is so badly conditioned that y does not
 follow x. Of the steps of x, as of the grid, the best by f is taken (``select="best"``), which may
-rise again at the end of a run. AID, which takes second derivatives, errs on 0.26 +- 0.12 % less
-than F2SA here. On digits without anything beside them a strength per pixel is not ahead of the
-grid. To save time the digits have 14 x 14 pixels.
+rise again at the end of a run. AID, which takes second derivatives, is level with F2SA here. On
+digits without anything beside them a strength per pixel is not ahead of the grid. To save time the
+digits have 14 x 14 pixels.
 
 .. gallery-result:: multiclass_svm
 """

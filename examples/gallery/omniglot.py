@@ -10,9 +10,8 @@ derivatives: of the last layer alone in ANIL, which makes the lower level convex
 in iMAML. All learn for the same time of one processor core. The baselines adapt untrained weights,
 and weights that were trained for that time to tell all known characters apart.
 
-At five shots both ways by F2SA are level with MAML or ahead of it after 40 s each, the time of this
-comparison, which are about 250 steps; at one shot MAML is ahead. With half of that time it is ahead
-of iMAML at five shots as well: step for step it learns most in the beginning. The steps of both
+At five shots both ways by F2SA are ahead of MAML after 40 s each, the time of this comparison; at
+one shot the two are about level. Step for step it learns most in the beginning. The steps of both
 levels are set, as those of MAML are.
 
 .. gallery-result:: omniglot
