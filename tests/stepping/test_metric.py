@@ -50,6 +50,13 @@ def test_an_entry_that_was_zero_so_far_has_no_size() -> None:
     assert towards[0] == towards[1]
 
 
+@pytest.mark.parametrize("sizes", [(0,), (0, 2)])
+def test_tensors_of_x_may_be_empty(sizes: tuple[int, ...]) -> None:
+    x = Variable.copy_of([torch.zeros(size) for size in sizes], "x")
+    direction = torch.ones(sum(sizes))
+    assert torch.equal(active().turned(direction, x), direction)
+
+
 def test_the_gradients_keep_their_norm_where_they_are_turned() -> None:
     x = Variable.copy_of(torch.zeros(2), "x")
     x.set_grads([torch.tensor([6.0, 8.0])])

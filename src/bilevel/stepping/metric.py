@@ -40,7 +40,7 @@ class Metric:
     @torch.no_grad()
     def turned(self, direction: Tensor, x: Variable) -> Tensor:
         """The direction in units that it brings up to date, of the same length."""
-        if not self.active:
+        if not (self.active and len(direction)):
             return direction
         sizes = direction.abs()
         if self._sizes is not None:
