@@ -233,3 +233,24 @@ def test_what_objectives_draw_at_random_is_no_curvature() -> None:
     for _ in range(40):
         solver.step()
         assert policy._curvatures[0].value == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_step_that_promises_more_than_the_merit_is_shortened_where_it_fails() -> None:
+    """Without a penalty y runs off; at the edge of its box x has a slope of many times f."""
+    generator = torch.Generator().manual_seed(0)
+    truth, X, noise = (torch.randn(s, generator=generator) for s in ((20,), (1000, 20), (1000,)))
+    y = (X @ truth + 0.1 * noise > 0).float()
+
+    def loss(x: Tensor, w: Tensor, batch: Any) -> Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(batch[0] @ w, batch[1])
+
+    def ridge(x: Tensor, w: Tensor, batch: Any) -> Tensor:
+        return loss(x, w, batch) + 0.5 * (x * w**2).sum()
+
+    problem = bilevel.Problem(loss, ridge, x_set=bilevel.sets.Box(1e-8, 10.0))
+    x0, y0 = torch.ones(20), torch.zeros(20)
+    data = {"lower_data": (X[:500], y[:500]), "upper_data": (X[500:], y[500:])}
+    result = bilevel.minimize(problem, x0, y0, steps=60, **data)
+    taken = result.history["upper_lr"][result.history["upper_lr"] > 0]
+    assert min(taken) < 1e-3 * taken[0]
+    assert loss(result.x, result.y, data["upper_data"]) < 0.25 * loss(x0, y0, data["upper_data"])

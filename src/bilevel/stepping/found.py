@@ -319,7 +319,7 @@ class FoundSizes(GivenSizes):
                 n.measure_anew()
                 return 0.0
             rise = n.failed - value
-            if not rise <= TOLERATED * n.promised + n.drift + n.uncertain:
+            if not rise <= TOLERATED * min(n.promised, abs(value)) + n.drift + n.uncertain:
                 n.shorten(rise, n.longest_step(direction), noisy=bool(self._noisy))
             n.failed = math.nan
             return self._go_on(state, direction, found, settled)
