@@ -95,14 +95,15 @@ def mean_slope(objectives: Objectives, x: Variable, level: Level, looks: int) ->
     over their samples, see :mod:`bilevel.stepping.reach`.
     """
     stream, objective = _of(level, objectives)
+    if objectives.draw.batches == (1, 1) or stream.deterministic:
+        return mean_of(probed_slopes(objectives, x, level, looks))
 
     @cache  # gathered when it is asked for, which at most looks it is not
     def slopes() -> list[Slope]:
-        if objectives.draw.batches != (1, 1) and not stream.deterministic:
-            joined = stream.joined_probe(_places(len(stream.probe()), looks))
-            if joined is not None:
-                return [slope_of(objective, x, [joined], objectives.mean)]
-        return probed_slopes(objectives, x, level, looks)
+        joined = stream.joined_probe(_places(len(stream.probe()), looks))
+        if joined is None:
+            return probed_slopes(objectives, x, level, looks)
+        return [slope_of(objective, x, [joined], objectives.mean)]
 
     return lambda y: mean_of(slopes())(y)
 

@@ -124,8 +124,7 @@ class Update:
     @property
     def entrywise(self) -> bool:
         """Whether a step moves each entry by itself, so that each may have a rate of its own."""
-        free = all(isinstance(project, Box) for *_, project in self._projections)
-        return self.plain and free and not any(self._variable.row_sparse)
+        return self.plain and all(isinstance(project, Box) for *_, project in self._projections)
 
     @property
     def can_skip_without_sync(self) -> bool:
