@@ -3,7 +3,7 @@
 The shapes are those of :mod:`benchmarks.overhead`. A first run with "auto" finds the rates. Then a
 run that finds them anew, and one that is given where they ended, take turns of a few steps, both
 from the start. Their x directions are of as many minibatches, so that what differs is the work of
-finding alone: looks at curvatures and merits, and the average of y. What is compiled was compiled
+finding alone: looks at curvatures and merits. What is compiled was compiled
 before, as in a second run; the time is that of the processor, on one thread.
 
     from benchmarks.overhead import auto
@@ -23,6 +23,7 @@ from benchmarks import report
 from benchmarks.overhead.task import Task
 from bilevel import F2SA, Solver
 from bilevel.errors.checks import check_count
+from bilevel.stepping import PER_INNER_STEP
 
 BATCHES = (50, 500)
 TURN = 20
@@ -62,7 +63,7 @@ class Given(F2SA):
 
     @property
     def most_direction_batches(self) -> int:
-        return self.inner_steps
+        return PER_INNER_STEP * self.inner_steps
 
 
 def run(

@@ -90,11 +90,11 @@ def test_a_run_whose_own_figures_fall_while_f_rises_says_so(
     problem, start, _ = _prior(2)
     asked: list[Any] = []
 
-    def compared(self: Any, objectives: Any, state: Any) -> tuple[float, float]:
+    def concluded(self: Any, objectives: Any, state: Any) -> tuple[float, float]:
         asked.append(state.k)
         return 1.0, 1.5
 
-    monkeypatch.setattr(FoundSizes, "compared", compared)
+    monkeypatch.setattr(FoundSizes, "conclude", concluded)
     with pytest.warns(WorsenedWarning, match="ended at 1.5, clearly above where it began, 1 "):
         result = bilevel.minimize(problem, start, start, steps=10)
     assert result.outcome is bilevel.Outcome.WORSENED
@@ -136,3 +136,76 @@ def test_what_is_not_solved_is_not_compared() -> None:
     assert compare(solver.evaluator, solver.state, rate, torch.ones_like(start), 20) is None
     assert torch.equal(solver.x, x)
     assert problem.lower(x, solver.y, None) < problem.lower(x, y, None)
+
+
+def _ridge(rows: int = 300) -> tuple[bilevel.Problem, dict[str, Any], Exact]:
+    """Ridge regression in minibatches, and F by the normal equations."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, others = torch.randn(2, rows, 5, generator=generator, dtype=torch.float64)
+    truth = torch.randn(5, generator=generator, dtype=torch.float64)
+    noise = torch.randn(2, rows, generator=generator, dtype=torch.float64)
+    train, held_out = (inputs, inputs @ truth + noise[0]), (others, others @ truth + noise[1])
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((batch[0] @ y - batch[1]) ** 2).mean()
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((batch[0] @ y - batch[1]) ** 2).mean() + (x.exp() * y**2).sum()
+
+    def exact(x: Tensor) -> Tensor:
+        matrix = inputs.T @ inputs / rows + torch.diag(x.exp())
+        y = torch.linalg.solve(matrix, inputs.T @ train[1] / rows)
+        return upper(x, y, held_out)
+
+    data = {"upper_data": held_out, "lower_data": train, "batch_size": 10}
+    return bilevel.Problem(upper, lower), data, exact
+
+
+@pytest.mark.parametrize("method", ["f2sa", "soba"])
+def test_few_samples_are_solved_as_a_whole_at_the_end_of_a_run_in_minibatches(method: str) -> None:
+    problem, data, exact = _ridge()
+    start = torch.ones(5, dtype=torch.float64)
+    solver = bilevel.Solver(problem, start, 0 * start, method=method, **data)
+    for _ in range(60):
+        solver.step()
+    point = solver.final_point()
+    expected = float(exact(start)), float(exact(point.x))
+    assert point.compared == pytest.approx(expected, rel=1e-6)
+    at_y = float(problem.upper(point.x, point.y, data["upper_data"]))
+    assert at_y == pytest.approx(expected[1], rel=1e-6)
+
+
+def test_a_run_in_minibatches_that_ends_above_its_start_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem, data, exact = _ridge()
+    start = torch.full((5,), -2.0, dtype=torch.float64)
+
+    def worse(self: Any, *of_the_test: Any) -> float:
+        return -0.5  # uphill, whatever the test says
+
+    monkeypatch.setattr(FoundSizes, "_tested", worse)
+    began = f"clearly above where it began, {float(exact(start)):.4g} "
+    with pytest.warns(WorsenedWarning, match=began):
+        result = bilevel.minimize(problem, start, 0 * start, steps=100, **data)
+    assert result.outcome is bilevel.Outcome.WORSENED
+    assert exact(result.x) > exact(start)
+
+
+@pytest.mark.parametrize("kind", ["sum", "dropout", "many", "chunks"])
+def test_minibatches_that_no_whole_stands_for_are_not_compared(kind: str) -> None:
+    problem, data, _ = _ridge(30_000 if kind == "many" else 300)
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        inputs, targets = batch
+        if kind == "dropout":
+            inputs = torch.nn.functional.dropout(inputs, 0.2)
+        return problem.lower(x, y, (inputs, targets)) * (len(targets) if kind == "sum" else 1)
+
+    start = torch.zeros(5, dtype=torch.float64)
+    data |= {"chunk_size": 5} if kind == "chunks" else {}
+    asked = bilevel.Problem(problem.upper, lower)
+    solver = bilevel.Solver(asked, start, start, **data)
+    for _ in range(20):
+        solver.step()
+    assert compare(solver.evaluator, solver.state, float("nan"), start, 1000) is None

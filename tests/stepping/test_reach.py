@@ -46,11 +46,10 @@ def solver(
 @pytest.mark.parametrize(
     ("method", "batches"),
     [
-        (F2SA(), 10),
-        (F2SA(inner_steps=3), 3),
-        (F2SA(inner_steps=100), 25),  # then each entry is reached
-        (F2BA(scheme="midpoint"), 10),
-        (F2SA(lower_lr=0.1), 10),
+        (F2SA(), 25),  # then each entry is reached
+        (F2SA(inner_steps=3), 12),
+        (F2BA(scheme="midpoint", inner_steps=3), 12),
+        (F2SA(lower_lr=0.1, inner_steps=3), 12),
         (F2SA(upper_lr=0.1), 1),
         (F2SA(upper_optimizer=torch.optim.SGD), 1),
         (F2SA(single_pass=True), 1),
@@ -59,7 +58,7 @@ def solver(
         ("aid", 1),
     ],
 )
-def test_of_weights_of_samples_a_direction_is_of_as_many_as_the_inner_steps_use(
+def test_of_weights_of_samples_a_direction_is_of_four_minibatches_for_each_inner_step(
     method: Any, batches: int
 ) -> None:
     assert solver(method=method).draw.batches == (1, batches)  # f does not feel x
@@ -99,7 +98,7 @@ def test_of_each_level_by_itself() -> None:
         return upper(x, y, batch[:2]) + 0.1 * (y**2).sum()
 
     data = {"upper_data": SAMPLES, "lower_data": SAMPLES}
-    assert solver(Problem(shifted, lower), **data).draw.batches == (10, 1)
+    assert solver(Problem(shifted, lower), **data).draw.batches == (25, 1)
     few = {"upper_data": tuple(part[:30] for part in SAMPLES)}  # three minibatches and a bit
     assert solver(Problem(shifted, lower), **data | few).draw.batches == (3, 1)
 
@@ -111,14 +110,14 @@ def test_a_sum_over_the_batch_is_another_function_of_more_samples() -> None:
     def summed(x: Tensor, y: Tensor, batch: Any) -> Tensor:
         return len(batch[0]) * weighted(torch.sigmoid)(x, y, batch)
 
-    assert solver(Problem(upper, lower)).draw.batches == (1, 10)
+    assert solver(Problem(upper, lower)).draw.batches == (1, 25)
     assert solver(Problem(upper, summed)).draw.batches == (1, 1)
 
 
 def test_what_was_chosen_is_in_the_history() -> None:
     x0, y0 = torch.zeros(ROWS).double(), torch.zeros(3).double()
     history = bilevel.minimize(WEIGHTS, x0, y0, steps=4, **DATA).history
-    assert history["lower_direction_samples"].tolist() == 4 * [10 * BATCH]
+    assert history["lower_direction_samples"].tolist() == 4 * [25 * BATCH]
     assert "upper_direction_samples" not in history
     given = bilevel.minimize(WEIGHTS, x0, y0, method=F2SA(upper_lr=1.0), steps=4, **DATA).history
     assert "lower_direction_samples" not in given
@@ -132,7 +131,7 @@ def test_to_look_moves_no_samples_and_no_random_numbers() -> None:
 
     dropout = Problem(upper, noisy)
     looked, given = solver(dropout), solver(dropout, direction_batch_size=BATCH)
-    assert looked.draw.batches == (1, 10)
+    assert looked.draw.batches == (1, 25)
     assert torch.equal(looked.draw.lower.next()[2], given.draw.lower.next()[2])
     theirs, ours = (run.state_dict()["randomness"] for run in (given, looked))
     assert torch.equal(theirs["cpu"], ours["cpu"])
@@ -143,11 +142,11 @@ def test_a_run_goes_on_with_the_choice_of_the_run_that_was_saved() -> None:
     x0, y0 = torch.ones(ROWS).double(), torch.zeros(3).double()
     run = Solver(rectified, x0, y0, **DATA)
     dead = Solver(rectified, -x0, y0, **DATA)  # where no minibatch reaches anything
-    assert (run.draw.batches, dead.draw.batches) == ((1, 10), (1, 1))
+    assert (run.draw.batches, dead.draw.batches) == ((1, 25), (1, 1))
     for _ in range(5):
         run.step()
     dead.load_state_dict(run.state_dict())
-    assert dead.draw.batches == (1, 10)
+    assert dead.draw.batches == (1, 25)
     for _ in range(20):
         run.step()
         dead.step()
@@ -156,4 +155,4 @@ def test_a_run_goes_on_with_the_choice_of_the_run_that_was_saved() -> None:
     forged["draw"]["batches"] = [1, 1000]
     with pytest.raises(bilevel.errors.StateError, match="minibatches"):
         dead.load_state_dict(forged)
-    assert dead.draw.batches == (1, 10)
+    assert dead.draw.batches == (1, 25)

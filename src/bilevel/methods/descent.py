@@ -133,9 +133,6 @@ class DescentMethod(Method[S]):
     follows_path: ClassVar[bool] = False
     """Whether lower steps may be longer or shorter than the rate says, and more than T."""
 
-    averages: ClassVar[bool] = False
-    """Whether nothing but the copies of y follows from where they were."""
-
     settles: ClassVar[bool] = True
     """Whether F is f at y*(x), towards which y may be moved on, and not f after T steps."""
 
@@ -188,7 +185,6 @@ class DescentMethod(Method[S]):
             inner_steps=getattr(self, "inner_steps", 1),
             follows_path=self.follows_path and self.rates.lower is None,
             settles=self.settles,
-            averages=self.averages,
             steady=self.steady_share,
         )
         return FoundSizes(self.rates, y, traits)

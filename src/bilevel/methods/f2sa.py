@@ -21,7 +21,7 @@ from bilevel.methods.reference import given, gradient_x, gradient_y
 from bilevel.methods.state import Info, State
 from bilevel.problem import FORWARD, MIDPOINT, Objective, Phi, Problem, Stencil, central
 from bilevel.sampling import Draw
-from bilevel.stepping import StepSizes, Update, updates_of_copies
+from bilevel.stepping import PER_INNER_STEP, StepSizes, Update, updates_of_copies
 from bilevel.variables import Form, Variable, frozen
 from bilevel.variables.forms import whole
 
@@ -133,7 +133,6 @@ class F2SA(PaperMethod[F2SAState]):
 
     algorithm = "f2sa"
     follows_path = True
-    averages = True
     properties = Properties(
         order=1,
         gradients="f: T + 1, g: 2T + 2 (single pass: T, 2T; central: order * (T + 1) of each)",
@@ -176,7 +175,8 @@ class F2SA(PaperMethod[F2SAState]):
     @property
     def most_direction_batches(self) -> int:
         # steps of x that are given were chosen for the noise of one
-        return self.inner_steps if self.rates.upper is None and not self.single_pass else 1
+        found = self.rates.upper is None and not self.single_pass
+        return PER_INNER_STEP * self.inner_steps if found else 1
 
     def check(self, problem: Problem, draw: Draw, x: Variable) -> None:
         super().check(problem, draw, x)

@@ -353,7 +353,7 @@ class Solver(Resumable):
             policy = self.state.policy
             k, returned = policy.step_of(self.state), policy.returned
             with self._running():
-                compared = policy.compared(self.evaluator, self.state)
+                compared = policy.conclude(self.evaluator, self.state)
             y = self.y
             if returned:
                 return Point(self.x, y, k, compared)

@@ -7,7 +7,14 @@ from bilevel.sampling.indexed import Indexed, StackedIndices, TensorRows
 from bilevel.sampling.iterated import Iterated
 from bilevel.sampling.make import stream_of
 from bilevel.sampling.randomness import PrivateRandomness, Rewind, interrupts
-from bilevel.sampling.rows import chunk_slices, count_rows, map_tensors, take_rows, to_device
+from bilevel.sampling.rows import (
+    chunk_slices,
+    count_rows,
+    map_tensors,
+    split_batch,
+    take_rows,
+    to_device,
+)
 from bilevel.sampling.stream import DirectionSize, NoData, Stream
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "count_rows",
     "interrupts",
     "map_tensors",
+    "split_batch",
     "stream_of",
     "take_rows",
     "to_device",

@@ -77,6 +77,11 @@ class Indexed(Stream):
         return 0
 
     @property
+    def _widest(self) -> int:
+        """The rows of the batches of a wide probe."""
+        return max(self.batch_size or self.length, self._cheap)
+
+    @property
     def _part_bytes(self) -> float:
         """The bytes of one minibatch; infinite where that is not known."""
         return math.inf
@@ -105,7 +110,13 @@ class Indexed(Stream):
         return self._take(torch.cat([parts[place] for place in places]))
 
     def wide_probe(self) -> list[Any]:
-        return self._spread(max(self.batch_size or self.length, self._cheap))
+        return self._spread(self._widest)
+
+    def whole(self) -> tuple[Any, float] | None:
+        cost = max(1.0, self.length / self._widest)
+        if self.batch_size is None or cost > PROBES:  # as large as a wide probe
+            return super().whole()
+        return self._take(slice(0, self.length)), cost
 
     def _spread(self, size: int) -> list[Any]:
         """Batches of so many rows, spread over all of them, because these may be sorted."""

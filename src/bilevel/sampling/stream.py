@@ -60,6 +60,13 @@ class Stream(ABC):
         """The same with larger batches, where these take no longer to evaluate."""
         return self.probe()
 
+    def whole(self) -> tuple[Any, float] | None:
+        """All samples as one batch, and how many minibatches take about as long to evaluate.
+
+        None: they are too many, or not at hand.
+        """
+        return (self.peek(), 1.0) if self.deterministic else None
+
     def batches_in(self, most: int) -> int:
         """How many independent minibatches can be taken together, up to ``most``."""
         return 1

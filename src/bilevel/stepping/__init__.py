@@ -16,7 +16,7 @@ from bilevel.stepping.rates import (
     StepSizes,
     rate_or_optimizer,
 )
-from bilevel.stepping.reach import batches_to_reach
+from bilevel.stepping.reach import PER_INNER_STEP, batches_to_reach
 from bilevel.stepping.schedules import (
     Constant,
     Power,
@@ -31,6 +31,7 @@ from bilevel.stepping.traits import Traits
 from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
+    "PER_INNER_STEP",
     "Carried",
     "Constant",
     "FoundRate",

@@ -45,7 +45,6 @@ def policy_form(policy: StepSizePolicy, variables: Sequence[Variable]) -> Form:
         "reference": maybe(_reference_form(mine, variables)),
         "curvatures": _curvatures_form(mine),
         "rested": many(real()),
-        "average": maybe(_average_form(variables)),
         "metric": record({"sizes": of_x, "units": of_x}),
         "path": maybe(_path_form(variables)),
         "signal": real(0.0, nan=True, infinite=True),
@@ -99,16 +98,6 @@ def _reference_form(mine: dict[str, Any], variables: Sequence[Variable]) -> Form
         "settled": flag,
     }
     return record({field.name: known.get(field.name, anything) for field in fields(Reference)})
-
-
-def _average_form(variables: Sequence[Variable]) -> Form:
-    copies = [tensor(t.shape, t) for copy in variables[1:] for t in copy.leaves]
-
-    def check(value: Any, path: str) -> None:
-        record({"count": whole(), "means": many(anything)})(value, path)
-        each(copies if value["count"] else [])(value["means"], f"{path}/means")
-
-    return check
 
 
 def _path_form(variables: Sequence[Variable]) -> Form:

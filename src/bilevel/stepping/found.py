@@ -5,9 +5,9 @@ of g + f/lam. It is found by power iterations on differences of gradients, eight
 step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
 the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
-divided by sqrt(1 + n/10), where n counts the steps in that condition, and F2SA returns an average
-of y (:mod:`bilevel.stepping.averaging`). It is halved for good where g rises at the lower solution
-while x rests, and y goes back: before x has moved, to the last look or to the start.
+divided by sqrt(1 + n/10), where n counts the steps in that condition, and at the end of a run y is
+fitted to the last x (:mod:`bilevel.stepping.fitting`). It is halved for good where g rises at the
+lower solution while x rests, and y goes back: before x has moved, to the last look or to the start.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -60,8 +60,7 @@ from torch import Tensor
 
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
-from bilevel.sampling import Rewind
-from bilevel.stepping.averaging import Average
+from bilevel.sampling import EpisodicDraw, Rewind
 from bilevel.stepping.comparison import compare
 from bilevel.stepping.curvature import (
     Curvature,
@@ -73,6 +72,7 @@ from bilevel.stepping.curvature import (
     probed_slopes,
     raised_multiplier,
 )
+from bilevel.stepping.fitting import fit
 from bilevel.stepping.flat import warn_if_flat
 from bilevel.stepping.memory import LATER_RESTS, MOST_RESTS, Numbers, Reference, reference_at
 from bilevel.stepping.merit import (
@@ -117,8 +117,6 @@ class FoundSizes(GivenSizes):
         self._tests = rates.upper is None
         self._path = Pace(inner_steps) if traits.follows_path and finds else None
         self._settles = traits.settles and self._path is None and finds and self._tests
-        averages = traits.averages and finds and self._tests and not any(y.row_sparse)
-        self._average = Average() if averages else None
         self._metric = Metric()
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
@@ -135,8 +133,6 @@ class FoundSizes(GivenSizes):
 
     def forget_path(self) -> None:
         self._numbers.resting = False
-        if self._average is not None:
-            self._average.restart()
 
     @property
     def longest_move(self) -> float:  # type: ignore[override]
@@ -164,8 +160,6 @@ class FoundSizes(GivenSizes):
                 found, none = merits_at(objectives, state, None), torch.zeros_like(self._start)
                 self._reference = reference_at(state, none, found, 0.0, self._curvatures, False)
                 self._rested = found.lower
-        if self._average is not None and self._noisy and n.since:
-            self._average.add(state)
         n.since += 1
         self.due = look and self._tests
         if look:
@@ -266,8 +260,6 @@ class FoundSizes(GivenSizes):
     def judge(self, objectives: Objectives, state: Iterate, phi: Phi | None, gain: float) -> float:
         n = self._numbers
         n.since, n.looks, self._changes = 0, n.looks + 1, True
-        if self._average is not None and self._noisy:
-            self._average.add(state)
         found = self._settled[0] if self._settled else merits_at(objectives, state, phi)
         direction = gain * flatten(state.x.grads())
         if not all(map(math.isfinite, found.values)):
@@ -282,8 +274,6 @@ class FoundSizes(GivenSizes):
             return 0.0
         n.resting = True
         upper = self._tested(state, direction, found)
-        if self._average is not None and self._closing and not self.undecided:
-            self._average.take(objectives, state)
         if not self.returned:
             self._rested = [] if upper else found.lower
         if upper or self.returned:
@@ -292,41 +282,20 @@ class FoundSizes(GivenSizes):
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
-        n, merits = self._numbers, found.values
-        value = statistics.fmean(merits) if merits else 0.0
-        # z is the minimiser of g, so that a gap below zero is an error of z
-        near = found.gap >= -TOLERATED * abs(found.upper)
+        n, merits, value, noisy = self._numbers, found.values, found.mean, bool(self._noisy)
+        # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches
+        near = noisy or found.gap >= -TOLERATED * abs(found.upper)
         known = self._settled[1] if self._settled else self.pace is None or self.pace.settled
         settled = known and near
         before = self._reference
         if n.measuring or before is None:
-            n.drift = 0.0 if not merits else abs(value - n.last)
-            n.last = value
-            if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
-                n.rests += 1
-                if before is not None and math.isnan(n.upper):  # y goes back no further than here
-                    here = self._met(), self._curvatures, settled
-                    self._reference = reference_at(state, direction, found, *here)
-                return 0.0
-            # a rise by as much as the merit itself is not excused by what y does meanwhile
-            n.drift = min(n.drift, abs(value)) if math.isfinite(n.drift) else 0.0
-            return self._go_on(state, direction, found, settled)
+            return self._measured(state, direction, found, settled)
         if not math.isnan(n.failed):
-            # back where the window began: was it a failure against the merit as it is now?
-            n.drift = abs(value - statistics.fmean(before.merits or [value]))
-            if n.drift > TOLERATED * abs(value):
-                n.shorten(math.inf, n.longest_step(direction), noisy=bool(self._noisy))
-                n.measure_anew()
-                return 0.0
-            rise = n.failed - value
-            if not rise <= TOLERATED * min(n.promised, abs(value)) + n.drift + n.uncertain:
-                n.shorten(rise, n.longest_step(direction), noisy=bool(self._noisy))
-            n.failed = math.nan
-            return self._go_on(state, direction, found, settled)
+            return self._measured_again(state, direction, found, settled, before)
         steeper = self._met() > STEEPER * before.steepness > 0
         # at a kink the copies never settle, and the gap may be below zero from the start
         lags = before.settled and not settled
-        lags = lags or (not self._noisy and not near and found.gap < 2 * min(0.0, before.gap))
+        lags = lags or (not near and found.gap < 2 * min(0.0, before.gap))
         way = flatten(state.x.leaves) - before.x
         rises = [here - there for here, there in zip(merits, before.merits, strict=False)]
         rise = statistics.fmean(rises) if rises else 0.0
@@ -340,10 +309,8 @@ class FoundSizes(GivenSizes):
         tolerated = TOLERATED * min(n.promised, abs(value - rise))
         rose = rise > tolerated + n.drift + SURE * error + rounding
         rose = rose or min(rises, default=0.0) > abs(value - rise) + n.drift + rounding
-        # a rise by as much as the merit itself is not an error of y, which a rest would mend
-        hopeless = rose and bool(self._noisy) and rise > abs(value - rise)
         most = MOST_RESTS if self._settled else LATER_RESTS
-        self.undecided = lags and not (steeper or hopeless) and n.rests < most
+        self.undecided = lags and not steeper and n.rests < most
         if self.undecided:
             if not near:
                 self._contract(state, 0.0)  # y solves g better than z; both go on from one place
@@ -354,26 +321,55 @@ class FoundSizes(GivenSizes):
         follows = not self._settled and slope <= 0.8 * n.promised and rise <= excused
         if rose and len(rises) == 1 and follows:
             rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
-        lags = lags and not (self._noisy and rise < -SURE * error)
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
-        if self._traits.raises and before.misled(found, noisy=bool(self._noisy)):
+        if self._traits.raises and before.misled(found, noisy=noisy):
             self._put_back(state)
             if not self._raise_multiplier(state, least=2.0):
                 self._go_back(state, math.inf)
             return 0.0
-        if self._noisy:
+        if noisy:
             latest = [here - there for here, there in zip(merits, before.latest, strict=False)]
             n.learn_from_merits(latest, self._unit, n.longest_step(direction))
         else:
             n.learn_from_secant(way, before.direction, direction, self._metric.units)
         n.returns, n.drift = 0, n.drift / 2
-        slow = not self._noisy and -rise < TOLERATED * found.gap
+        slow = not noisy and -rise < TOLERATED * found.gap
         if slow and self._raise_multiplier(state, least=2.0):
             return 0.0
-        gained = not rises or rise < -error
-        return self._go_on(state, direction, found, settled, keep=not gained)
+        return self._go_on(state, direction, found, settled, keep=bool(rises) and rise >= -error)
+
+    def _measured(self, state: Iterate, direction: Tensor, found: Merits, settled: bool) -> float:
+        """The step of x where the merit is measured anew: none until it stays as it is."""
+        n, before, value = self._numbers, self._reference, found.mean
+        n.drift = 0.0 if not found.values else abs(value - n.last)
+        n.last = value
+        if n.rests < MOST_RESTS and not (settled and n.drift <= TOLERATED * abs(value)):
+            n.rests += 1
+            if before is not None and math.isnan(n.upper):  # y goes back no further than here
+                here = self._met(), self._curvatures, settled
+                self._reference = reference_at(state, direction, found, *here)
+            return 0.0
+        # a rise by as much as the merit itself is not excused by what y does meanwhile
+        n.drift = min(n.drift, abs(value)) if math.isfinite(n.drift) else 0.0
+        return self._go_on(state, direction, found, settled)
+
+    def _measured_again(
+        self, state: Iterate, direction: Tensor, found: Merits, settled: bool, before: Reference
+    ) -> float:
+        """The step of x where a window began that failed: is that so by the merit as it is now?"""
+        n, value = self._numbers, found.mean
+        n.drift = abs(value - statistics.fmean(before.merits or [value]))
+        if n.drift > TOLERATED * abs(value):
+            n.shorten(math.inf, n.longest_step(direction), noisy=bool(self._noisy))
+            n.measure_anew()
+            return 0.0
+        rise = n.failed - value
+        if not rise <= TOLERATED * min(n.promised, abs(value)) + n.drift + n.uncertain:
+            n.shorten(rise, n.longest_step(direction), noisy=bool(self._noisy))
+        n.failed = math.nan
+        return self._go_on(state, direction, found, settled)
 
     def _met(self) -> float:
         """The curvature that the lower steps met; infinite where a gradient overflowed."""
@@ -391,7 +387,7 @@ class FoundSizes(GivenSizes):
         norm, first = length(direction), math.isnan(n.upper)
         x, towards = flatten(state.x.leaves), self._metric.turned(direction, state.x)
         if first and norm:
-            n.begin_at(x, direction, towards, statistics.fmean(found.values or [0.0]), self._unit)
+            n.begin_at(x, direction, towards, found.mean, self._unit)
         # in minibatches the looks at which y was fitted are over: x must not set out too coarsely
         coarse = n.looks & (n.looks - 1) == 0 or (first and self._noisy and norm)
         if coarse and self._raise_multiplier(state):
@@ -436,12 +432,19 @@ class FoundSizes(GivenSizes):
     def close(self) -> None:
         self._closing = self._tests
 
-    def compared(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
+    def conclude(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
         start, now, traits = self._start, self.current, self._traits
-        solves = self._tests and self._curvatures and traits.settles and self._noisy is False
-        if not solves or start is None or now is None:
+        solves = self._tests and self._curvatures and traits.settles
+        episodic = isinstance(objectives.draw, EpisodicDraw)  # y is that of a few tasks
+        if not solves or episodic or start is None or now is None:
             return None
-        return compare(objectives, state, float(now.lower), start, state.k * traits.inner_steps)
+        taken = state.k * traits.inner_steps
+        # under noise the step of y is shorter than 1/L, which is therefore measured
+        rate = math.nan if self._noisy else float(now.lower)
+        compared = compare(objectives, state, rate, start, taken)
+        if compared is None and self._noisy:
+            fit(objectives, state, float(now.lower), taken)
+        return compared
 
     def step_of(self, state: Iterate) -> int:
         there, start, x = self._reference, self._start, flatten(state.x.leaves)
@@ -472,7 +475,6 @@ class FoundSizes(GivenSizes):
             "start": saved(self._start),
             "reference": None if there is None else saved(vars(there)),
             "rested": self._rested,
-            "average": saved(self._average) if self._average else None,
             "metric": saved(self._metric),
             "path": saved(self._path.state_dict()) if self._path and n.resting else None,
             "signal": self._signal,
@@ -492,8 +494,6 @@ class FoundSizes(GivenSizes):
         reference = state["reference"]
         self._reference = None if reference is None else Reference(**saved(reference))
         self._rested = list(state["rested"])
-        if self._average is not None:
-            self._average.load_state_dict(state["average"])
         self._metric.load_state_dict(state["metric"])
         if self._path is not None and state["path"] is not None:
             self._path.load_state_dict(saved(state["path"]))

@@ -45,6 +45,11 @@ class Merits:
     spread: list[float] = field(default_factory=list)
     multiplier: float = 0.0
 
+    @property
+    def mean(self) -> float:
+        """That of the values; 0 where there are none."""
+        return statistics.fmean(self.values) if self.values else 0.0
+
 
 @torch.no_grad()
 def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits:

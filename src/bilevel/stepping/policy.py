@@ -99,8 +99,11 @@ class GivenSizes:
     def close(self) -> None:
         """Let the next step be one that fits y and tests x, but does not move x further."""
 
-    def compared(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
-        """F at the start of the run and at x; None: it cannot be told, or nothing was tested."""
+    def conclude(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
+        """Fit y to the last x; F at the start of the run and there, if that can be told.
+
+        Nothing is done where the steps of x are not tested.
+        """
         return None
 
     def step_of(self, state: Iterate) -> int:

@@ -3,9 +3,9 @@
 Of a weight for each sample, a minibatch of 64 in 20,000 moves 64 and says nothing of the others:
 with one minibatch behind each direction, 300 steps of x go by before each entry has moved once.
 Where "auto" finds the step of x and no ``direction_batch_size`` is given, a direction is therefore
-taken from as many minibatches as reach every entry, but from no more than the inner steps of y use,
-so that the direction costs no more than they do. Of an x that every minibatch reaches as a whole
-this is one minibatch, as for other steps. It is told once, before the first step, for f and for g
+taken from as many minibatches as reach every entry, but from no more than four times as many as the
+inner steps of y use. Of an x that every minibatch reaches as a whole this is one minibatch, as for
+other steps. It is told once, before the first step, for f and for g
 by itself: by the entries of the gradient on a minibatch that are exactly 0, if on another one these
 are others. (Where y starts at 0, or a unit is dead, they are the same.)
 """
@@ -22,6 +22,10 @@ from bilevel.errors import ObjectiveError
 from bilevel.problem import Problem, check_means
 from bilevel.sampling import Draw, Rewind, Stream
 from bilevel.variables import Variable, buffers_kept, differentiate, flatten, frozen
+
+PER_INNER_STEP = 4
+"""The most minibatches behind a direction of x, for each inner step of y. They are evaluated many
+at once, so that four take about as long as one inner step, which is of one."""
 
 
 def batches_to_reach(

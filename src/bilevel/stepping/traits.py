@@ -22,7 +22,6 @@ class Traits:
         follows_path: whether its lower steps can be those of a
             :class:`~bilevel.stepping.pace.Pace`.
         settles: whether F is f at y*(x), so that y may be moved on, and not f after T steps.
-        averages: whether its copies of y can be put at the averages of their paths.
         steady: from k to the share of 1/L with which the method's estimates do not grow by noise.
     """
 
@@ -32,5 +31,4 @@ class Traits:
     inner_steps: int = 1
     follows_path: bool = False
     settles: bool = False
-    averages: bool = False
     steady: Callable[[int], float] = lambda k: 1.0
