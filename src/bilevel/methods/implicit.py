@@ -199,7 +199,7 @@ class ImplicitMethod(DescentMethod[S]):
 
     @abstractmethod
     def _adjoint(self, point: Point, state: S, f_y: Tensor, sizes: StepSizes) -> Tensor:
-        """V with grad^2_yy g v = grad_y f, as well as the method knows it."""
+        """The v with grad^2_yy g v = grad_y f, as well as the method knows it."""
 
     def step(self, evaluator: Evaluator, state: S, sizes: StepSizes) -> Info:
         x, y, draw = state.x, state.y, evaluator.draw

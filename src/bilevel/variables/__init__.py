@@ -1,6 +1,12 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
-from bilevel.variables.anderson import Fixed, Found, Past, ProximalStep, fixed_point_of
+from bilevel.variables.anderson import (
+    FixedPointResult,
+    GivenMap,
+    Past,
+    ProximalStep,
+    fixed_point_of,
+)
 from bilevel.variables.contexts import (
     buffers_copied,
     buffers_kept,
@@ -23,7 +29,6 @@ from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
     local_part,
-    overwrite,
     redistribute_like,
 )
 from bilevel.variables.sparse import (
@@ -31,7 +36,6 @@ from bilevel.variables.sparse import (
     add_gradients,
     cast_large_gradients,
     stored_values,
-    sum_gradients,
     to_dense,
     to_row_sparse,
     touched_rows,
@@ -50,9 +54,9 @@ from bilevel.variables.vectors import (
 
 __all__ = [
     "Averaging",
-    "Fixed",
+    "FixedPointResult",
     "Form",
-    "Found",
+    "GivenMap",
     "GradientSum",
     "Past",
     "ProximalStep",
@@ -81,13 +85,11 @@ __all__ = [
     "loaded",
     "local_part",
     "longest_step",
-    "overwrite",
     "redistribute_like",
     "require_finite",
     "saved",
     "stored_values",
     "substituted",
-    "sum_gradients",
     "to_dense",
     "to_row_sparse",
     "touched_rows",

@@ -31,11 +31,11 @@ import torch
 from bilevel.engine.compiled.feed import Feed, RedrawnSamples
 from bilevel.engine.compiled.pieces import Pieces
 from bilevel.engine.compiled.plan import Plan, record
-from bilevel.engine.compiled.tracing import NotCompiledError, Ready, Traced
+from bilevel.engine.compiled.tracing import Ready, Traced
 from bilevel.engine.eager import EagerEvaluator, can_defer
-from bilevel.engine.execution import Execution
+from bilevel.engine.execution import Execution, NotCompiledError, warn_not_compiled
 from bilevel.engine.report import info_of
-from bilevel.errors import CompileWarning, NonFiniteError, warn
+from bilevel.errors import NonFiniteError
 from bilevel.methods import Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.sampling import Sample
@@ -390,12 +390,7 @@ class CompiledEvaluator(EagerEvaluator):
 
     def _give_up(self, error: NotCompiledError) -> None:
         self._works = False
-        warn(
-            CompileWarning(
-                f"compile=True has no effect: {error}. The run goes on without it, to the same "
-                f"result"
-            )
-        )
+        warn_not_compiled(error)
 
     def _take_rest(self, begun: _Begun) -> Info:
         """Take the rest of a step eagerly, after a bad number or what could not be compiled."""
