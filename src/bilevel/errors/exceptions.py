@@ -119,7 +119,7 @@ class CorruptDataError(BilevelError, ValueError):
 
 
 class InputError(BilevelError, ValueError):
-    """Samples cannot be cleaned; the message names the file and what to do."""
+    """Files or samples that were given cannot be used; the message names them and what to do."""
 
 
 class OutputError(BilevelError, OSError):
