@@ -110,7 +110,7 @@ class Report:
             batch, share = term.level.on(sample)
             if term.key in known or not share:
                 continue
-            objective = self._objectives.f if term.level is Level.UPPER else self._objectives.g
+            objective = term.level.of(self._objectives)
             # neither the buffers nor the random state of the run may move with a report
             cuda = [x.device] if x.device.type == "cuda" else []
             with values_only(x, term.y), torch.random.fork_rng(cuda):

@@ -177,8 +177,8 @@ class CompiledEvaluator(EagerEvaluator):
         """One outer step; on a GPU it may return before it is computed, see :meth:`settle`."""
         try:
             return self._outer_step(step, state, measure=measure)
-        except NonFiniteError:
-            return self.taken_back(state, measure=measure)
+        except NonFiniteError as error:
+            return self.taken_back(state, error, measure=measure)
 
     def _outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
         if self.draw.batches != self._batches:  # those of a state that was loaded

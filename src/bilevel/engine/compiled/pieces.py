@@ -141,9 +141,7 @@ class Pieces:
             for term in self.missing:
                 batch, share = term.level.on(sample)
                 if share:
-                    upper = term.level is Level.UPPER
-                    objective = self._evaluator.f if upper else self._evaluator.g
-                    value = share * objective(self._phi.x, term.y, batch)
+                    value = share * term.level.of(self._evaluator)(self._phi.x, term.y, batch)
                     self._tell_one(term, value)
                     self.fine.logical_and_(torch.isfinite(value))
 
