@@ -19,7 +19,7 @@ from bilevel.sampling import Draw, EpisodicDraw
 def make_evaluator(
     problem: Problem, draw: Draw, execution: Execution, method: Method[Any], ranks: Ranks | None
 ) -> EagerEvaluator:
-    """The evaluator of a run, before its state exists; see :func:`compiled`."""
+    """The evaluator of a run, before its state exists; see :func:`with_compiled_steps`."""
     defers = method.why_not(Ability.DEFER) is None
     if ranks is not None:
         return RanksEvaluator(problem, draw, execution, ranks=ranks, defers=defers)
@@ -62,7 +62,7 @@ def _why_not_compiled(
     return None
 
 
-def compiled(
+def with_compiled_steps(
     evaluator: EagerEvaluator, execution: Execution, method: Method[Any], state: State
 ) -> EagerEvaluator:
     """The same evaluator with compiled steps, or itself after a warning that says why not."""
