@@ -10,11 +10,11 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import kill_resume
 from benchmarks.kill_resume import DAMAGES, TASKS, Killer, Row
 from bilevel.engine.dispatch import OLDEST_TORCH
+from bilevel.errors.extras import torch_version
 from bilevel.methods import METHODS
 
 INTERPRETED = [name for name in TASKS if name != "compiled"]
@@ -57,9 +57,7 @@ run_to_end("compiled", 4, *sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH, reason="nothing is compiled"
-)
+@pytest.mark.skipif(torch_version() < OLDEST_TORCH, reason="nothing is compiled")
 def test_a_run_that_is_killed_while_it_compiles_ends_with_the_same_bits(tmp_path: Path) -> None:
     def started(folder: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", COMPILING, str(folder), f"{folder}.digest"]

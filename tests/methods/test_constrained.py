@@ -19,7 +19,7 @@ from torch import Tensor
 import bilevel
 from bilevel import BOME, F2BA, F2SA, F3SA, MEHA, METHODS, VPBGD, Nesterov
 from bilevel.methods import Method, State
-from bilevel.problem import Ball, Box, Simplex
+from bilevel.problem.sets import Ball, Box, Simplex
 from bilevel.problems import Quadratic
 from bilevel.stepping.schedules import Power
 from bilevel.variables import Variable

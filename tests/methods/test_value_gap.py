@@ -300,6 +300,12 @@ def test_a_non_finite_number_stops_the_run_before_it_is_used(method: Any) -> Non
 # BOME
 
 
+def test_bome_finds_its_multiplier_where_squares_overflow() -> None:
+    slope = torch.tensor([3e25, 4e25])  # in single precision, which ends at 3e38
+    lam = BOME(0.1, 0.1, eta=0.5)._multiplier([-slope], [slope], 0.0)
+    assert lam == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("barrier", ["gradient", "gap"])
 def test_bome_reports_the_smallest_multiplier_that_keeps_the_gap_falling(barrier: Any) -> None:
     problem = Quadratic(seed=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import bilevel
 from bilevel.errors import ArgumentError, ArgumentTypeError
-from bilevel.problem import Ball, Box, Projection, Simplex, projections
+from bilevel.problem.sets import Ball, Box, Projection, Simplex, projections
 from bilevel.variables import Variable
 
 Array = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import bilevel
 from bilevel.engine.stacked import stack as stacked
 from bilevel.errors import RunError, UnbatchedWarning
-from bilevel.problem import Ball, Box, Rows, Simplex
+from bilevel.problem.sets import Ball, Box, Rows, Simplex
 from tests.marks import slow_except
 from tests.run.many_runs import (
     F2SA,

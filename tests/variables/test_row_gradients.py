@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bilevel import Table
-from bilevel.variables import GradientSum, Variable, add_gradients, sum_gradients
+from bilevel.variables import GradientSum, Variable, add_gradients
+from bilevel.variables.sparse import sum_gradients
 
 
 def sparse(rows: list[int], values: list[float]) -> Tensor:

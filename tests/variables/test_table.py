@@ -20,7 +20,7 @@ from bilevel.errors import (
     ArgumentTypeError,
     RowError,
 )
-from bilevel.problem import Ball, Box, Rows, Simplex
+from bilevel.problem.sets import Ball, Box, Rows, Simplex
 from tests.marks import slow_except
 from tests.variables.tables import (
     DENSE,

@@ -5,8 +5,7 @@ written: :class:`EagerEvaluator`, :mod:`~bilevel.engine.compiled` (loaded only w
 :mod:`~bilevel.engine.stacked` and :mod:`~bilevel.engine.ranks`.
 """
 
-from bilevel.engine.dispatch import compiled as with_compiled_steps
-from bilevel.engine.dispatch import make_evaluator
+from bilevel.engine.dispatch import make_evaluator, with_compiled_steps
 from bilevel.engine.eager import EagerEvaluator
 from bilevel.engine.execution import Execution, refuse
 from bilevel.engine.loss_scale import LossScale

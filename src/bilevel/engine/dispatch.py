@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bilevel.engine.eager import EagerEvaluator
-from bilevel.engine.execution import Execution
+from bilevel.engine.execution import Execution, NotCompiledError, warn_not_compiled
 from bilevel.engine.ranks import Ranks, RanksEvaluator
-from bilevel.errors import CompileWarning, warn
+from bilevel.errors.extras import torch_version
 from bilevel.methods import Ability, Method, State
 from bilevel.problem import Problem
 from bilevel.sampling import Draw, EpisodicDraw
@@ -19,7 +19,7 @@ from bilevel.sampling import Draw, EpisodicDraw
 def make_evaluator(
     problem: Problem, draw: Draw, execution: Execution, method: Method[Any], ranks: Ranks | None
 ) -> EagerEvaluator:
-    """The evaluator of a run, before its state exists; see :func:`compiled`."""
+    """The evaluator of a run, before its state exists; see :func:`with_compiled_steps`."""
     defers = method.why_not(Ability.DEFER) is None
     if ranks is not None:
         return RanksEvaluator(problem, draw, execution, ranks=ranks, defers=defers)
@@ -54,7 +54,7 @@ def _why_not_compiled(
         return "chunk_size takes minibatches apart, which a compiled step takes whole"
     if any(any(variable.row_sparse) for variable in state.variables()):
         return "the rows of a table are gathered and scattered by code of their own"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+    if torch_version() < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
         return f"torch is {torch.__version__}, and compiled steps need {needed} or later"
     if device.type not in ("cpu", "cuda"):
@@ -62,21 +62,21 @@ def _why_not_compiled(
     return None
 
 
-def compiled(
+def with_compiled_steps(
     evaluator: EagerEvaluator, execution: Execution, method: Method[Any], state: State
 ) -> EagerEvaluator:
     """The same evaluator with compiled steps, or itself after a warning that says why not."""
-    reason = _why_not_compiled(evaluator, execution, method, state)
-    if reason is None:
+    try:
+        reason = _why_not_compiled(evaluator, execution, method, state)
+        if reason is not None:
+            raise NotCompiledError(reason)
         # The one door to the compiler: torch's compiler is loaded only when asked for.
         door = import_module("bilevel.engine.compiled")
-        made: EagerEvaluator | str = door.compile_steps(evaluator, execution, method, state)
-        if not isinstance(made, str):
-            return made
-        reason = made
-    warn(
-        CompileWarning(
-            f"compile=True has no effect: {reason}. The run goes on without it, to the same result"
+        defers = method.why_not(Ability.DEFER) is None
+        made: EagerEvaluator = door.CompiledEvaluator(
+            evaluator, execution, method.step, state, defers=defers
         )
-    )
-    return evaluator
+    except NotCompiledError as error:
+        warn_not_compiled(error)
+        return evaluator
+    return made

@@ -111,16 +111,13 @@ class EagerEvaluator(Evaluator):
             sizes = state.policy.at(self, state)
             self.begin(state, measure=measure)
             return step(self, state, sizes)
-        except NonFiniteError:
-            return self.taken_back(state, measure=measure)
+        except NonFiniteError as error:
+            return self.taken_back(state, error, measure=measure)
 
-    def taken_back(self, state: State, *, measure: bool) -> Info:
-        """The report of a step in which x and y went back to where all was well.
-
-        Called while a :class:`NonFiniteError` is handled, which goes on if there is no way back.
-        """
+    def taken_back(self, state: State, error: NonFiniteError, *, measure: bool) -> Info:
+        """The report of a step in which x and y went back; raises the error if they cannot."""
         if not state.policy.take_back(state):
-            raise
+            raise error
         clear_gradients(state)
         info = rested(state, measure=measure)
         state.k += 1
@@ -363,8 +360,7 @@ class EagerEvaluator(Evaluator):
             if of_g is not None and term.level is Level.LOWER:
                 yield next(of_g)
                 continue
-            objective = self.f if term.level is Level.UPPER else self.g
-            yield objective(x, term.y, term.batch)
+            yield term.level.of(self)(x, term.y, term.batch)
 
     def _of_g_at_once(self, x: Variable, terms: Sequence[Term]) -> Iterator[Tensor] | None:
         if self._execution.accumulate or not isinstance(self.problem, JoinsCopies):

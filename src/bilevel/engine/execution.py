@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bilevel.engine.loss_scale import LossScale
-from bilevel.errors import ArgumentError, ArgumentTypeError
+from bilevel.errors import ArgumentError, ArgumentTypeError, CompileWarning, warn
 from bilevel.errors.checks import check_count, check_flag
 from bilevel.methods import Ability, Method, able
 
@@ -48,13 +48,10 @@ class Execution:
             larger_direction: whether direction_batch_size is given, whose samples come in chunks.
             chunked: whether a minibatch can be larger than chunk_size.
         """
-        for name, ability in (
-            ("accumulate", Ability.ACCUMULATE),
-            ("loss_scale", Ability.LOSS_SCALE),
-        ):
-            value = getattr(self, name)
-            if value:
-                refuse(method, ability, f"{name}={value!r}")
+        if self.accumulate:
+            refuse(method, Ability.ACCUMULATE, f"accumulate={self.accumulate!r}")
+        if self.loss_scale is not None:
+            refuse(method, Ability.LOSS_SCALE, f"loss_scale={self.loss_scale!r}")
         if self.chunk_size is None or larger_direction:
             return
         refuse(
@@ -79,3 +76,16 @@ def refuse(method: Method[Any], ability: Ability, asked: str, instead: str = "")
     if ability not in method.properties.abilities:  # else the reason says which setting to change
         message += f"; use {able(ability)}" + (f", {instead}" if instead else "")
     raise ArgumentError(message)
+
+
+class NotCompiledError(Exception):
+    """The reason why something is not compiled. It ends in a warning; no user sees the error."""
+
+
+def warn_not_compiled(reason: NotCompiledError) -> None:
+    """Say that a run goes on eagerly, and why."""
+    warn(
+        CompileWarning(
+            f"compile=True has no effect: {reason}. The run goes on without it, to the same result"
+        )
+    )

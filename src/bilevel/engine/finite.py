@@ -37,7 +37,7 @@ class FiniteCheck:
 
     @property
     def step(self) -> int:
-        """K of the outer step."""
+        """The number k of the outer step."""
         return self._step
 
     def scalars(self, values: Sequence[Tensor], names: Callable[[], list[str]]) -> None:

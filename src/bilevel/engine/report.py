@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from bilevel.methods import Info, State
 from bilevel.problem import Level, Metrics, Number, Objectives, Term
 from bilevel.sampling import Sample
 from bilevel.variables import values_only
+
+T = TypeVar("T")
 
 Key: TypeAlias = tuple[Level, int]
 """Which objective at which copy: :attr:`bilevel.problem.Term.key`."""
@@ -86,7 +88,8 @@ class Report:
         self._state = state
         self._check = check
         self._metrics = metrics
-        self._totals: dict[Key | str, Tensor] = {}
+        self._values: dict[Key, Tensor] = {}
+        self._of_metrics: dict[str, Tensor] = {}
 
     def add(self, sample: Sample, known: Sequence[tuple[Term, Tensor]]) -> None:
         """One part of the samples; what is not among the ``known`` terms is evaluated."""
@@ -107,7 +110,7 @@ class Report:
             batch, share = term.level.on(sample)
             if term.key in known or not share:
                 continue
-            objective = self._objectives.f if term.level is Level.UPPER else self._objectives.g
+            objective = term.level.of(self._objectives)
             # neither the buffers nor the random state of the run may move with a report
             cuda = [x.device] if x.device.type == "cuda" else []
             with values_only(x, term.y), torch.random.fork_rng(cuda):
@@ -116,23 +119,26 @@ class Report:
             self._count(term._replace(share=share), value)
 
     def _count(self, term: Term, value: Tensor) -> None:
-        self._add(term.key, value)
+        _add(self._values, term.key, value)
         if term.y is self._state.solution:  # where upper and lower are reported
             for name, metric in self._metrics.get(term.key, {}).items():
-                self._add(name, term.share * torch.as_tensor(metric, device=value.device).to(value))
-
-    def _add(self, key: Key | str, value: Tensor) -> None:
-        before = self._totals.get(key)
-        self._totals[key] = value if before is None else before + value
+                found = torch.as_tensor(metric, device=value.device).to(value)
+                _add(self._of_metrics, name, term.share * found)
 
     def info(self, direction: list[Tensor], **sizes: Any) -> Info:
         """The report of the state's current step."""
-        totals, tasks = [*self._totals.values()], self._objectives.draw.tasks
+        totals = [*self._values.values(), *self._of_metrics.values()]
+        tasks = self._objectives.draw.tasks
         if tasks > 1:  # of which everything here is the sum
             totals = [total / tasks for total in totals]
-        means = dict(zip(self._totals, self._check.means(totals), strict=True))
-        metrics = {key: mean for key, mean in means.items() if isinstance(key, str)}
-        values = {key: mean for key, mean in means.items() if not isinstance(key, str)}
+        means = iter(self._check.means(totals))  # on several ranks, all in one message
+        values = {key: next(means) for key in self._values}
+        metrics = {name: next(means) for name in self._of_metrics}
         norm = self._check.norm(self._state.x, direction)
         norm = norm / tasks if tasks > 1 else norm
         return info_of(self._state, values, norm, metrics=metrics, **sizes)
+
+
+def _add(totals: dict[T, Tensor], key: T, value: Tensor) -> None:
+    before = totals.get(key)
+    totals[key] = value if before is None else before + value

@@ -119,7 +119,7 @@ class CorruptDataError(BilevelError, ValueError):
 
 
 class InputError(BilevelError, ValueError):
-    """Samples cannot be cleaned; the message names the file and what to do."""
+    """Files or samples that were given cannot be used; the message names them and what to do."""
 
 
 class OutputError(BilevelError, OSError):
@@ -274,3 +274,9 @@ def warn(warning: BilevelWarning) -> None:
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Say more below the message of an error that is not the library's own."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)

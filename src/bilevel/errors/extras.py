@@ -1,9 +1,11 @@
-"""Packages that only an extra of this library installs."""
+"""What is installed: packages that an extra asks for, and the version of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from bilevel.errors.exceptions import MissingExtraError
 
@@ -20,3 +22,8 @@ def needed(extra: str, *modules: str) -> Iterator[None]:
         if name not in modules:
             raise
         raise MissingExtraError(_PACKAGES.get(name, name), extra) from None
+
+
+def torch_version() -> tuple[int, ...]:
+    """The major and the minor version of torch."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))

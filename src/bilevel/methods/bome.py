@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from bilevel.errors.checks import check_choice, check_count, checked_number
@@ -21,7 +20,7 @@ from bilevel.methods.state import Info, TwoCopyState
 from bilevel.problem import FORWARD, LOWER, Level, Objective, Phi, Problem
 from bilevel.sampling import Draw
 from bilevel.stepping import Rate, StepSizes
-from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen
+from bilevel.variables import GradientSum, Variable, add_gradients, buffers_kept, frozen, inner
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,11 @@ class BOME(DescentMethod[TwoCopyState]):
 
     def _multiplier(self, grad_f: list[Tensor], grad_q: list[Tensor], gap: float) -> float:
         """The smallest lam >= 0 with <grad f + lam grad q, grad q> >= phi; 0 where grad q is 0."""
-        size, inner = _inner(grad_q, grad_q), _inner(grad_f, grad_q)
+        size, along = sum(map(inner, grad_q, grad_q)), sum(map(inner, grad_f, grad_q))
         if size == 0:
             return 0.0
         barrier = self.eta * (size if self.barrier == "gradient" else gap)
-        return max(0.0, (barrier - inner) / size)
+        return max(0.0, (barrier - along) / size)
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """T steps of z from y, the multiplier from two gradients, one joint step."""
@@ -172,12 +171,3 @@ class BOME(DescentMethod[TwoCopyState]):
             lam = ((barrier - along) / size).clamp_min(0.0) if size > 0 else 0.0
             x, y = x - eta_k * (f_x + lam * q_x), y - beta * (f_y + lam * q_y)
             yield x, z
-
-
-def _inner(a: list[Tensor], b: list[Tensor]) -> float:
-    """The inner product of all entries, added up in at least single precision."""
-    total = 0.0
-    for u, v in zip(a, b, strict=True):
-        wide = torch.promote_types(u.dtype, torch.float32)
-        total += float((u.to(wide) * v.to(wide)).sum())
-    return total

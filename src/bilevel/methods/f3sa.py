@@ -316,7 +316,7 @@ class F3SA(PaperMethod[F3SAState]):
 
 
 def _recur(estimates: Gradients, fresh: Gradients, stale: Gradients | None, eta: float) -> None:
-    """H <- fresh + (1 - eta) * (h - stale), in place; without ``stale`` the past has no weight."""
+    """In place, h <- fresh + (1 - eta) * (h - stale); without ``stale`` the past has no weight."""
     for index, (whole, new) in enumerate(zip(estimates, fresh, strict=True)):
         h = stored_values(whole)
         if stale is None:

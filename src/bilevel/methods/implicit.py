@@ -32,7 +32,7 @@ from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import Level, Problem, Term
 from bilevel.sampling import Sample
 from bilevel.stepping import StepSizes, Update
-from bilevel.variables import Variable, buffers_kept, flatten, frozen, to_dense
+from bilevel.variables import Variable, buffers_kept, flatten, frozen, graph_nodes, to_dense
 
 _NO_DERIVATIVE = ("is not implemented", "once_differentiable", "ouble backward")
 """What torch says when a backward pass has no backward pass of its own."""
@@ -199,7 +199,7 @@ class ImplicitMethod(DescentMethod[S]):
 
     @abstractmethod
     def _adjoint(self, point: Point, state: S, f_y: Tensor, sizes: StepSizes) -> Tensor:
-        """V with grad^2_yy g v = grad_y f, as well as the method knows it."""
+        """The v with grad^2_yy g v = grad_y f, as well as the method knows it."""
 
     def step(self, evaluator: Evaluator, state: S, sizes: StepSizes) -> Info:
         x, y, draw = state.x, state.y, evaluator.draw
@@ -226,17 +226,10 @@ def _differentiable(vector: Tensor, at: Sequence[Tensor]) -> bool:
     """Whether a product with the derivative of ``vector`` exists and is not zero or incomplete."""
     wanted = set(map(id, at))
     reached = False
-    waiting = [vector.grad_fn]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(vector):
         if node.name() == "torch::autograd::Error":  # what @once_differentiable leaves behind
             return False
         reached = reached or id(getattr(node, "variable", None)) in wanted
-        waiting.extend(following for following, _ in node.next_functions)
     return reached
 
 

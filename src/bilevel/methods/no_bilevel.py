@@ -135,7 +135,7 @@ class NoBilevel(Method[OneCopyState]):
         return evaluator.finish(state, upper_lr=0.0, lower_lr=gamma)
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
-        """Y takes T steps on g; x stays."""
+        """T steps of y on g; x stays."""
         for k in count():
             gamma, *_ = given(self.rates.at(k, 0.0))
             for _ in range(self.inner_steps):

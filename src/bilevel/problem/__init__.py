@@ -8,14 +8,10 @@ from bilevel.problem.phi import Evaluation, Level, Number, Phi, Term, scaled
 from bilevel.problem.problem import Metrics, Objective, Objectives, Problem
 from bilevel.problem.proximal import ProximalMap, ProximalProblem
 from bilevel.problem.sets import (
-    Ball,
     Box,
     Projection,
     RowNumbers,
-    Rows,
     RowWise,
-    Simplex,
-    projections,
 )
 from bilevel.problem.stencil import FORWARD, LOWER, MIDPOINT, Stencil, central
 
@@ -23,7 +19,6 @@ __all__ = [
     "FORWARD",
     "LOWER",
     "MIDPOINT",
-    "Ball",
     "Box",
     "Evaluation",
     "FixedPoint",
@@ -39,8 +34,6 @@ __all__ = [
     "ProximalProblem",
     "RowNumbers",
     "RowWise",
-    "Rows",
-    "Simplex",
     "Stencil",
     "Term",
     "argmin",
@@ -48,7 +41,6 @@ __all__ = [
     "check_means",
     "check_objectives",
     "fixed_point",
-    "projections",
     "prox",
     "scaled",
     "sets",

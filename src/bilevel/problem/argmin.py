@@ -33,8 +33,8 @@ from bilevel.problem.prox import Term, check_terms, refuse_both, terms_of
 from bilevel.problem.sets import projections
 from bilevel.sampling import Rewind
 from bilevel.variables import (
-    Fixed,
-    Found,
+    FixedPointResult,
+    GivenMap,
     ProximalStep,
     Variable,
     fixed_point_of,
@@ -223,7 +223,7 @@ class _Layer(ABC):
             self.seen = True
             return value
 
-    def checked(self, found: Found, what: str) -> Tensor:
+    def checked(self, found: FixedPointResult, what: str) -> Tensor:
         """Where an iteration ended, with a warning if that is not the solution."""
         if not bool(torch.isfinite(found.point).all()):
             raise ObjectiveError(f"{what} led to a number that is not finite")
@@ -357,7 +357,7 @@ class _FixedPoint(_Layer):
 
         start = flatten([leaf.detach() for leaf in self.y.leaves])
         return self.checked(
-            fixed_point_of(Fixed(image), start, tolerance=self.tolerance, steps=self.steps),
+            fixed_point_of(GivenMap(image), start, tolerance=self.tolerance, steps=self.steps),
             "the fixed point of phi",
         )
 
@@ -374,7 +374,7 @@ class _FixedPoint(_Layer):
 
         adjoint = self.checked(
             fixed_point_of(
-                Fixed(lambda u: cotangent + flatten(product(u, leaves))),
+                GivenMap(lambda u: cotangent + flatten(product(u, leaves))),
                 cotangent,
                 tolerance=self.tolerance,
                 steps=self.steps,

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import ObjectiveError, UnrepeatableWarning, warn
+from bilevel.errors.exceptions import add_note
 from bilevel.problem.problem import Metrics, Problem
 from bilevel.sampling import Rewind, count_rows, map_tensors, take_rows
-from bilevel.variables import Variable, buffers_kept, frozen, global_norm, is_sharded, stored_values
+from bilevel.variables import (
+    Variable,
+    buffers_kept,
+    frozen,
+    global_norm,
+    graph_nodes,
+    is_sharded,
+    stored_values,
+)
 
 
 def check_objectives(
@@ -127,31 +136,25 @@ def _numbers(objective: Callable[..., Tensor], x: Variable, y: Variable, batch: 
 @contextmanager
 def _explained(name: str, batch: Any) -> Iterator[None]:
     """Add to an error that an objective raises what it may not know of how it is called."""
-    note = ""
     try:
         yield
     except (TypeError, AttributeError) as error:  # what the use of None raises
         if batch is None:
-            note = (
+            add_note(
+                error,
                 f"{name}(x, y, batch) was called with the batch None, as it always is without "
-                f"{name}_data"
+                f"{name}_data",
             )
-        _add_note(error, note)
         raise
     except RuntimeError as error:
         if "not require grad" in str(error):
-            note = (
+            add_note(
+                error,
                 f"x, y or both are constants in some evaluations of {name}(x, y, batch). Where it "
                 f"differentiates by one of them itself, let it do so by what requires a gradient: "
-                f"y if y.requires_grad else y.detach().requires_grad_()"
+                f"y if y.requires_grad else y.detach().requires_grad_()",
             )
-        _add_note(error, note)
         raise
-
-
-def _add_note(error: Exception, note: str) -> None:
-    if note and hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(note)
 
 
 def _refuse_reentrant_checkpoints(name: str, value: Tensor, variable: Variable) -> None:
@@ -164,19 +167,13 @@ def _refuse_reentrant_checkpoints(name: str, value: Tensor, variable: Variable) 
     """
     if any(map(is_sharded, variable.leaves)):
         return
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(value):
         if node.name() == "CheckpointFunctionBackward":
             raise ObjectiveError(
                 f"{name}(x, y, batch) uses torch.utils.checkpoint with use_reentrant=True, which "
                 f"is for backward() without inputs only; use use_reentrant=False (in Transformers: "
                 f"gradient_checkpointing_kwargs={{'use_reentrant': False}})"
             )
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _warn_unless_repeated(

@@ -17,7 +17,7 @@ what Phi is; the engine evaluates and differentiates it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from bilevel.problem.problem import Objectives
 from bilevel.problem.stencil import Stencil
 from bilevel.sampling import Sample
 from bilevel.variables import Variable
@@ -45,6 +46,10 @@ class Level(Enum):
         if self is Level.UPPER:
             return sample.upper, sample.upper_share
         return sample.lower, sample.lower_share
+
+    def of(self, objectives: Objectives) -> Callable[..., Tensor]:
+        """This one of the two, as they are evaluated there."""
+        return objectives.f if self is Level.UPPER else objectives.g
 
 
 class Term(NamedTuple):

@@ -150,9 +150,9 @@ class Prox(Term):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("function", "map"):
-            if not callable(getattr(self, name)):
-                raise ArgumentTypeError(f"{name} must be a function, not {getattr(self, name)!r}")
+        for name, given in (("function", self.function), ("map", self.map)):
+            if not callable(given):
+                raise ArgumentTypeError(f"{name} must be a function, not {given!r}")
 
     def value(self, y: Tensor, weight: Tensor) -> Tensor:
         assert self.function is not None

@@ -179,6 +179,13 @@ class LeastSquares(KnownProblem):
         return inverse
 
 
+def ridge_solution(B: Tensor, t: Tensor, rho: float) -> Tensor:
+    """argmin_x ||B x - t||^2 + rho ||x||^2."""
+    ridge = rho * torch.eye(B.shape[1], dtype=B.dtype, device=B.device)
+    x: Tensor = torch.linalg.lstsq(B.T @ B + ridge, (t @ B).unsqueeze(-1)).solution
+    return x.squeeze(-1)
+
+
 class Quadratic(LeastSquares):
     """:class:`LeastSquares` with phi(x) = B x: everything is linear, F is convex.
 
@@ -202,10 +209,7 @@ class Quadratic(LeastSquares):
     @cached_property
     def solution(self) -> Tensor:
         """The x at which F is smallest."""
-        ridge = self.rho * torch.eye(self.B.shape[1], dtype=self.B.dtype, device=self.B.device)
-        normal_matrix = self.B.T @ self.B + ridge
-        x: Tensor = torch.linalg.lstsq(normal_matrix, (self.t @ self.B).unsqueeze(-1)).solution
-        return x.squeeze(-1)
+        return ridge_solution(self.B, self.t, self.rho)
 
     @cached_property
     def constants(self) -> Constants:

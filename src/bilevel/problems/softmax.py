@@ -83,15 +83,15 @@ class Preconditioner:
         return cls(inverse.to(features.dtype))
 
     def from_whitened(self, v: Tensor) -> Tensor:
-        """V L^-1: from coordinates in which M is the identity."""
+        """The rows v as v L^-1: from coordinates in which M is the identity."""
         return v if self.inverse is None else v @ self.inverse
 
     def to_whitened(self, v: Tensor) -> Tensor:
-        """V L^-T, the transpose of :meth:`from_whitened`."""
+        """The rows v as v L^-T, the transpose of :meth:`from_whitened`."""
         return v if self.inverse is None else v @ self.inverse.T
 
     def solve(self, v: Tensor) -> Tensor:
-        """V M^-1."""
+        """The rows v as v M^-1."""
         return self.from_whitened(self.to_whitened(v))
 
 

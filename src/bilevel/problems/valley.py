@@ -16,6 +16,7 @@ from bilevel.errors.checks import (
     checked_number,
 )
 from bilevel.problems.known import KnownProblem
+from bilevel.problems.quadratic import ridge_solution
 
 
 class FlatValley(KnownProblem):
@@ -123,7 +124,4 @@ class FlatValley(KnownProblem):
     @cached_property
     def solution(self) -> Tensor:
         """The x at which F is smallest."""
-        ridge = self.rho * torch.eye(self.B.shape[1], dtype=self.B.dtype, device=self.B.device)
-        target = (self.B.T @ (self.C @ self.t)).unsqueeze(-1)
-        x: Tensor = torch.linalg.lstsq(self.B.T @ self.B + ridge, target).solution
-        return x.squeeze(-1)
+        return ridge_solution(self.B, self.C @ self.t, self.rho)

@@ -1,6 +1,12 @@
 """What moves: tensors, trees, modules and tables, seen as one list of leaves."""
 
-from bilevel.variables.anderson import Fixed, Found, Past, ProximalStep, fixed_point_of
+from bilevel.variables.anderson import (
+    FixedPointResult,
+    GivenMap,
+    Past,
+    ProximalStep,
+    fixed_point_of,
+)
 from bilevel.variables.contexts import (
     buffers_copied,
     buffers_kept,
@@ -13,6 +19,7 @@ from bilevel.variables.gradients import (
     differentiate,
     first_not_finite,
     global_norm,
+    graph_nodes,
     largest_entries,
     longest_step,
     require_finite,
@@ -23,7 +30,6 @@ from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
     local_part,
-    overwrite,
     redistribute_like,
 )
 from bilevel.variables.sparse import (
@@ -31,7 +37,6 @@ from bilevel.variables.sparse import (
     add_gradients,
     cast_large_gradients,
     stored_values,
-    sum_gradients,
     to_dense,
     to_row_sparse,
     touched_rows,
@@ -50,9 +55,9 @@ from bilevel.variables.vectors import (
 
 __all__ = [
     "Averaging",
-    "Fixed",
+    "FixedPointResult",
     "Form",
-    "Found",
+    "GivenMap",
     "GradientSum",
     "Past",
     "ProximalStep",
@@ -73,6 +78,7 @@ __all__ = [
     "form_of",
     "frozen",
     "global_norm",
+    "graph_nodes",
     "inner",
     "is_sharded",
     "largest_entries",
@@ -81,13 +87,11 @@ __all__ = [
     "loaded",
     "local_part",
     "longest_step",
-    "overwrite",
     "redistribute_like",
     "require_finite",
     "saved",
     "stored_values",
     "substituted",
-    "sum_gradients",
     "to_dense",
     "to_row_sparse",
     "touched_rows",

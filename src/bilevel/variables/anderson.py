@@ -124,7 +124,7 @@ class Map(ABC):
 
 
 @dataclass
-class Fixed(Map):
+class GivenMap(Map):
     """A map that is given as it is."""
 
     function: Callable[[Tensor], Tensor]
@@ -200,7 +200,7 @@ class ProximalStep(Map):
 
 
 @dataclass(frozen=True)
-class Found:
+class FixedPointResult:
     """Where a search for a fixed point has ended.
 
     Attributes:
@@ -217,7 +217,7 @@ class Found:
 
 
 @torch.no_grad()
-def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) -> Found:
+def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) -> FixedPointResult:
     """The point y = P(y), from ``start``.
 
     Args:
@@ -246,9 +246,9 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
         first = size * scale if math.isnan(first) else first
         if done and first > 0 and scale > eps**-0.75 * (length(start) + first):
             # The steps are short only beside a y that goes to infinity, as there is no solution.
-            return Found(image, size, evaluations, converged=False)
+            return FixedPointResult(image, size, evaluations, converged=False)
         if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
-            return Found(image, size, evaluations, done)
+            return FixedPointResult(image, size, evaluations, done)
         past.add(residual, image)
         mixed = len(past) > 1
         other = map_.into(past.combined()) if mixed else image

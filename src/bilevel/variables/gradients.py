@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,18 @@ def differentiate(
         # The two False: the graph is freed, and the gradients get no graph of their own.
         options = {"allow_unreachable": True, "accumulate_grad": True}
         _engine(tuple(values), tuple(seeds), False, False, tuple(leaves), **options)
+
+
+def graph_nodes(value: Tensor) -> Iterator[Any]:
+    """Every node of the graph behind a tensor, each once."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
 
 
 def require_finite(step: int, names: list[str], tensors: list[Tensor]) -> None:

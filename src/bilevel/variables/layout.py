@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bilevel.errors import ArgumentError
+from bilevel.errors.extras import torch_version
 from bilevel.variables.shards import is_sharded, row_sharded
 from bilevel.variables.table import Table
 
@@ -67,7 +68,7 @@ class Layout:
 
     def check(self, name: str, leaves: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse what cannot be run on several ranks, in the variable ``name``."""
-        if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        if torch_version() < OLDEST_TORCH:
             self._refuse_for_torch(name)
         if self._older_fsdp:
             raise ArgumentError(

@@ -10,9 +10,10 @@ import torch
 
 from bilevel.engine.compiled import feed
 from bilevel.engine.dispatch import OLDEST_TORCH
+from bilevel.errors.extras import torch_version
 from tests.engine.compiled.common import graphs_only  # noqa: F401
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+if torch_version() < OLDEST_TORCH:
     # nothing is compiled then, which tests/engine/test_dispatch.py shows with every torch
     collect_ignore_glob = ["test_*.py"]
 

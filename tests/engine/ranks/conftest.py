@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from bilevel.errors.extras import torch_version
 from bilevel.variables.layout import OLDEST_TORCH
 from tests.engine.ranks.ranks import Ranks
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+if torch_version() < OLDEST_TORCH:
     collect_ignore_glob = ["*.py"]  # most of what is tested here is refused then
 
 

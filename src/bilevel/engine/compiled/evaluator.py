@@ -31,11 +31,11 @@ import torch
 from bilevel.engine.compiled.feed import Feed, RedrawnSamples
 from bilevel.engine.compiled.pieces import Pieces
 from bilevel.engine.compiled.plan import Plan, record
-from bilevel.engine.compiled.tracing import NotCompiledError, Ready, Traced
+from bilevel.engine.compiled.tracing import Ready, Traced
 from bilevel.engine.eager import EagerEvaluator, can_defer
-from bilevel.engine.execution import Execution
+from bilevel.engine.execution import Execution, NotCompiledError, warn_not_compiled
 from bilevel.engine.report import info_of
-from bilevel.errors import CompileWarning, NonFiniteError, warn
+from bilevel.errors import NonFiniteError
 from bilevel.methods import Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.sampling import Sample
@@ -135,7 +135,7 @@ class CompiledEvaluator(EagerEvaluator):
         # an optimizer may do anything
         self._simple = state.x_update.plain
         self._asks = True
-        self._dialled: tuple[StepSizes, float] | None = None
+        self._written: tuple[StepSizes, float] | None = None
         self._given: list[list[Sample]] = []
         self._place: dict[str, Any] | None = None
         self._first: Ready | None = None
@@ -177,8 +177,8 @@ class CompiledEvaluator(EagerEvaluator):
         """One outer step; on a GPU it may return before it is computed, see :meth:`settle`."""
         try:
             return self._outer_step(step, state, measure=measure)
-        except NonFiniteError:
-            return self.taken_back(state, measure=measure)
+        except NonFiniteError as error:
+            return self.taken_back(state, error, measure=measure)
 
     def _outer_step(self, step: Step, state: State, *, measure: bool) -> Info:
         if self.draw.batches != self._batches:  # those of a state that was loaded
@@ -193,11 +193,11 @@ class CompiledEvaluator(EagerEvaluator):
             self.settle(state)
         if not self._works:
             return super().outer_step(step, state, measure=measure)
-        self._dial(state.policy.at(self, state))
+        self._write_sizes(state.policy.at(self, state))
         plan = self._plan
         sound, self._sound = self._sound, False  # until the step has come to its end
         if not self._begun and not sound:
-            self._pieces.trust()
+            self._pieces.restart_checks()
             if self._most_begun > 1:
                 self._start = self.draw.state_dict()
         self._begun.append(_Begun(state.k, state.multiplier, plan, measure))
@@ -240,7 +240,7 @@ class CompiledEvaluator(EagerEvaluator):
         """Wait for the steps that were begun; where one met a number that is not finite, say so."""
         begun, self._begun = self._begun, []
         if begun and not bool(self._pieces.fine):
-            taken = int(self._pieces.taken)
+            taken = int(self._pieces.steps_taken)
             broken = begun[taken]
             state.k, state.multiplier = broken.k, broken.multiplier
             assert self._feed is not None
@@ -252,19 +252,19 @@ class CompiledEvaluator(EagerEvaluator):
                 super().outer_step(self._step, state, measure=later.measure)
         super().settle(state)
 
-    def _dial(self, sizes: StepSizes) -> None:
+    def _write_sizes(self, sizes: StepSizes) -> None:
         """Put this step's numbers where compiled code reads them: lam, and the steps."""
         longest = self._state.policy.longest_move
-        if (sizes, longest) == self._dialled:
+        if (sizes, longest) == self._written:
             return
         plan = self._plan = record(self, self._step, self._state, sizes)
         upper_lr = plan.upper_lr if self._state.x_update.plain else 1.0
         lengths = [move.length for move in plan.descent.moves]
         on_gpu = self._state.x.device.type == "cuda"
         numbers = [plan.multiplier, upper_lr, longest, *lengths]
-        told = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu, device="cpu")
-        self._pieces.dials.copy_(told, non_blocking=True)
-        self._dialled = sizes, longest
+        written = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu, device="cpu")
+        self._pieces.sizes.copy_(written, non_blocking=True)
+        self._written = sizes, longest
 
     def _compiled(self, measure: bool) -> Phases:
         """All that a step runs, compiled anew if the guards say so."""
@@ -390,16 +390,11 @@ class CompiledEvaluator(EagerEvaluator):
 
     def _give_up(self, error: NotCompiledError) -> None:
         self._works = False
-        warn(
-            CompileWarning(
-                f"compile=True has no effect: {error}. The run goes on without it, to the same "
-                f"result"
-            )
-        )
+        warn_not_compiled(error)
 
     def _take_rest(self, begun: _Begun) -> Info:
         """Take the rest of a step eagerly, after a bad number or what could not be compiled."""
-        done = int(self._pieces.done)
+        done = int(self._pieces.inner_done)
         before = self._given[done:]
         if self._feed is not None:
             before = self._feed.rest(done)
@@ -420,7 +415,7 @@ class CompiledEvaluator(EagerEvaluator):
             return Info(self._state.k, plan.multiplier, plan.lower_lr, upper_lr)
         return info_of(
             self._state,
-            {term.key: value[0].clone() for term, value in self._pieces.told},
+            {term.key: value[0].clone() for term, value in self._pieces.reported},
             self._pieces.norm[0].clone(),
             lower_lr=plan.lower_lr,
             upper_lr=upper_lr,

@@ -18,7 +18,7 @@ from bilevel.variables import Variable, largest_entries, longest_step
 
 
 class Pieces:
-    """The pieces of an outer step, and the tensors through which they are told and tell.
+    """The pieces of an outer step, and the tensors that they read and write.
 
     Everything that changes from step to step is a tensor, so that nothing has to be compiled again.
     A number that is not finite is noticed on the device; from then on nothing moves.
@@ -31,12 +31,12 @@ class Pieces:
         in_parts: whether the x direction is the sum of several.
 
     Attributes:
-        dials: lam, the step of x, the most that an entry of x may move by in it, and the step of
+        sizes: lam, the step of x, the most that an entry of x may move by in it, and the step of
             each copy along its part of grad Phi.
-        fine: whether every number has been finite since :meth:`trust`.
-        taken: how many outer steps were taken since then.
-        done: how many inner steps of the present outer step were taken.
-        told: the reported terms, and their values.
+        fine: whether every number has been finite since :meth:`restart_checks`.
+        steps_taken: how many outer steps were taken since then.
+        inner_done: how many inner steps of the present outer step were taken.
+        reported: the reported terms, and their values.
         norm: the norm of the x direction.
         slope: the x direction.
         missing: the reported terms that Phi does not have.
@@ -62,14 +62,14 @@ class Pieces:
         self._x_set = problem.x_projections(state.x)
         self._y_sets = [problem.y_projections(point) for point in phi.points]
         device = state.x.device
-        self.dials = torch.zeros(3 + len(self._copies), dtype=torch.float64, device=device)
-        self.done = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sizes = torch.zeros(3 + len(self._copies), dtype=torch.float64, device=device)
+        self.inner_done = torch.zeros(1, dtype=torch.int64, device=device)
         self.fine = torch.ones((), dtype=torch.bool, device=device)
-        self.taken = torch.zeros((), dtype=torch.int64, device=device)
+        self.steps_taken = torch.zeros((), dtype=torch.int64, device=device)
         self.slope = [torch.zeros_like(leaf, requires_grad=False) for leaf in state.x.leaves]
         # not 0-dimensional: torch.compile would guard their values
         self.norm = torch.zeros(1, dtype=torch.float64, device=device)
-        self.told = [(term, torch.zeros_like(self.norm)) for term in wanted(state)]
+        self.reported = [(term, torch.zeros_like(self.norm)) for term in wanted(state)]
         known = {
             Term(level, y).key
             for y, there in zip(phi.points, phi.stencil.nodes, strict=False)
@@ -78,16 +78,16 @@ class Pieces:
         }
         self.missing = [term for term in wanted(state) if term.key not in known]
 
-    def trust(self) -> None:
+    def restart_checks(self) -> None:
         """Everything is finite here: count from now on."""
         self.fine.fill_(True)
-        self.taken.zero_()
-        self.done.zero_()
+        self.steps_taken.zero_()
+        self.inner_done.zero_()
 
     def reset(self) -> None:
         """Begin an outer step."""
         if self._in_parts:
-            torch._foreach_zero_([*(total for _, total in self.told), self.norm, *self.slope])
+            torch._foreach_zero_([*(total for _, total in self.reported), self.norm, *self.slope])
 
     def inner(self, samples: list[Sample] | None) -> None:
         """One inner step."""
@@ -97,7 +97,7 @@ class Pieces:
             ends, fine = self._steps(directions)
             fine = fine & self.fine & finite(found)
             self._move_copies(ends, fine)
-            self.done.add_(fine.to(torch.int64))
+            self.inner_done.add_(fine.to(torch.int64))
             self.fine.copy_(fine)
 
     def last(self, samples: list[Sample] | None) -> None:
@@ -105,7 +105,7 @@ class Pieces:
         found, value = self._evaluate(samples)
         slope, *directions = gradients(value, [self._phi.x, *self._phi.points])
         with torch.no_grad():
-            self._tell(found)
+            self._report_terms(found)
             ends, fine = self._steps(directions)
             fine = fine & self.fine & finite(found)
             fine = self._finish(slope, fine)
@@ -116,7 +116,7 @@ class Pieces:
         found, value = self._evaluate(samples)
         (slope,) = gradients(value, [self._phi.x])
         with torch.no_grad():
-            self._tell(found)
+            self._report_terms(found)
             self._finish(slope, self.fine & finite(found))
 
     def part(self, samples: list[Sample] | None) -> None:
@@ -124,7 +124,7 @@ class Pieces:
         found, value = self._evaluate(samples)
         (slope,) = gradients(value, [self._phi.x])
         with torch.no_grad():
-            self._tell(found)
+            self._report_terms(found)
             for total, more in zip(self.slope, slope, strict=True):
                 total.add_(more)
             self.fine.logical_and_(finite(found))
@@ -141,36 +141,34 @@ class Pieces:
             for term in self.missing:
                 batch, share = term.level.on(sample)
                 if share:
-                    upper = term.level is Level.UPPER
-                    objective = self._evaluator.f if upper else self._evaluator.g
-                    value = share * objective(self._phi.x, term.y, batch)
-                    self._tell_one(term, value)
+                    value = share * term.level.of(self._evaluator)(self._phi.x, term.y, batch)
+                    self._report_term(term, value)
                     self.fine.logical_and_(torch.isfinite(value))
 
     def _samples(self, given: list[Sample] | None) -> list[Sample]:
         if given is not None:
             return given
         assert self._feed is not None
-        return self._feed.samples(self.done)
+        return self._feed.samples(self.inner_done)
 
     def _evaluate(self, samples: list[Sample] | None) -> tuple[Evaluation, Tensor]:
-        """The terms of Phi, and Phi itself at the multiplier on the dials."""
+        """The terms of Phi, and Phi itself at the multiplier among the sizes."""
         # nothing is drawn at random in compiled code, so there is nothing to rewind
         found = self._evaluator.evaluate(self._phi, self._samples(samples), rewind=_nothing)
         upper, lower = found.sum(Level.UPPER), found.sum(Level.LOWER)
         if lower is None:
             assert upper is not None, "a sample without any term"
             return found, upper
-        lower = self.dials[0].to(lower.dtype) * lower
+        lower = self.sizes[0].to(lower.dtype) * lower
         return found, lower if upper is None else upper + lower
 
-    def _tell(self, found: Evaluation) -> None:
+    def _report_terms(self, found: Evaluation) -> None:
         for term, value in found.parts:
-            self._tell_one(term, value.detach())
+            self._report_term(term, value.detach())
 
-    def _tell_one(self, term: Term, value: Tensor) -> None:
-        for reported, total in self.told:
-            if reported.level is term.level and reported.y is term.y:
+    def _report_term(self, term: Term, value: Tensor) -> None:
+        for known, total in self.reported:
+            if known.level is term.level and known.y is term.y:
                 if self._in_parts:
                     total.add_(value)
                 else:
@@ -185,7 +183,7 @@ class Pieces:
                 for direction, share in zip(directions, self._phi.stencil.centre, strict=False)
             ]
         steps = [
-            step(copy, direction, self.dials[3 + index], into)
+            step(copy, direction, self.sizes[3 + index], into)
             for index, (copy, direction, into) in enumerate(
                 zip(self._copies, directions, self._y_sets, strict=False)
             )
@@ -210,9 +208,9 @@ class Pieces:
         """Move x along its direction, or leave this to the update of x."""
         squares = [part.square().sum().to(torch.float64) for part in slope]
         self.norm.copy_(sum(squares[1:], squares[0]).sqrt())
-        length = self.dials[1]
+        length = self.sizes[1]
         for peak in largest_entries(slope):
-            length = torch.minimum(length, self.dials[2] / peak.to(length.dtype))
+            length = torch.minimum(length, self.sizes[2] / peak.to(length.dtype))
         end, also_fine = step(self._phi.x, slope, length, self._x_set)
         fine = fine & also_fine
         if self._moves_x:
@@ -221,8 +219,8 @@ class Pieces:
             for total, whole in zip(self.slope, slope, strict=True):
                 total.copy_(whole)
         self.fine.copy_(fine)
-        self.taken.add_(fine.to(torch.int64))
-        self.done.masked_fill_(fine, 0)  # a broken step keeps the number of its inner steps
+        self.steps_taken.add_(fine.to(torch.int64))
+        self.inner_done.masked_fill_(fine, 0)  # a broken step keeps the number of its inner steps
         return fine
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from bilevel.engine.compiled.tracing import NotCompiledError
+from bilevel.engine.execution import NotCompiledError
 from bilevel.methods import Descent, Evaluator, Info, State
 from bilevel.methods.evaluator import Step
 from bilevel.problem import Number, Phi

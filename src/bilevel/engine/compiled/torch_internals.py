@@ -20,6 +20,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, GraphModule
 
+from bilevel.engine.execution import NotCompiledError
+from bilevel.errors.extras import torch_version
+
 TRIED = ((2, 11), (2, 13))
 """The first and the last minor version of torch with which the shortcuts were tried."""
 
@@ -29,14 +32,10 @@ Code: TypeAlias = Callable[[tuple[Any, ...]], Any]
 """A function of all arguments in one tuple. It works in place, and its return value is not used."""
 
 
-class NotCompiledError(Exception):
-    """The reason why something is not compiled. It ends in a warning; no user sees the error."""
-
-
 def tried() -> bool:
     """Whether the shortcuts were tried with this version of torch; if not, they are not taken."""
     first, last = TRIED
-    return first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last
+    return first <= torch_version() <= last
 
 
 def output_of(graph: GraphModule) -> Any:

@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 
 from bilevel.engine.compiled import torch_internals as internals
 from bilevel.engine.compiled.merging import merge_products, share_rows
-from bilevel.engine.compiled.torch_internals import Code, NotCompiledError
-
-__all__ = ["Compiled", "NotCompiledError", "Ready", "Traced", "compile_graph", "operations"]
+from bilevel.engine.compiled.torch_internals import Code
+from bilevel.engine.execution import NotCompiledError
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the guards check every size

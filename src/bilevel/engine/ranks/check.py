@@ -45,11 +45,11 @@ class RanksCheck(FiniteCheck):
         alone = False
         for variable, rate in moves:
             names, mine = self._split(variable, variable.grads(), averaged)
-            alone = self._others(variable, rate) or alone
+            alone = self._note_unaveraged(variable, rate) or alone
             ours.append((variable, names, mine, rate))
         if alone or not averaged:
             tensors = [] if averaged else [grad for *_, mine, _ in ours for grad in mine]
-            self._tell(tensors, moves[0][0].device)
+            self._reduce_with_flag(tensors, moves[0][0].device)
         self.steps(ours)
         if self._stops:
             self.read()
@@ -61,8 +61,8 @@ class RanksCheck(FiniteCheck):
         ours: list[tuple[list[str], list[Tensor]]] = []
         for variable, tensors in parts:
             ours.append(self._split(variable, tensors, False))
-            self._others(variable, 0.0, tensors)
-        self._tell([tensor for _, mine in ours for tensor in mine], parts[0][0].device)
+            self._note_unaveraged(variable, 0.0, tensors)
+        self._reduce_with_flag([tensor for _, mine in ours for tensor in mine], parts[0][0].device)
         for names, mine in ours:
             if mine:
                 self.numbers(names, largest_entries(mine))
@@ -114,7 +114,7 @@ class RanksCheck(FiniteCheck):
                 stored_values([tensor])[0].div_(self._ranks.size)
         return names, ours
 
-    def _others(
+    def _note_unaveraged(
         self, variable: Variable, rate: Number, tensors: list[Tensor] | None = None
     ) -> bool:
         """Note the tensors that are not averaged here; returned is whether there are any."""
@@ -129,7 +129,7 @@ class RanksCheck(FiniteCheck):
         self.steps([(variable, [name for name, _ in found], [t for _, t in found], rate)])
         return bool(found)
 
-    def _tell(self, tensors: list[Tensor], device: torch.device) -> None:
+    def _reduce_with_flag(self, tensors: list[Tensor], device: torch.device) -> None:
         """Average the tensors, and reduce whether any rank has met a bad number."""
         dtype = tensors[0].dtype if tensors else torch.float32
         bad = torch.zeros(1, dtype=dtype, device=device)

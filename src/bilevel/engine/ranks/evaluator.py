@@ -18,6 +18,7 @@ from bilevel.engine.ranks.batches import on_ranks
 from bilevel.engine.ranks.check import RanksCheck
 from bilevel.engine.ranks.group import Ranks
 from bilevel.engine.ranks.passes import Passes, Usual
+from bilevel.errors.exceptions import add_note
 from bilevel.problem import Level, Problem
 from bilevel.sampling import Draw
 from bilevel.variables import Variable, buffers_copied, is_sharded
@@ -88,7 +89,7 @@ class RanksEvaluator(EagerEvaluator):
                 value = passes.evaluate(level, objective, whole)
         except Exception as error:
             self._failures.clear()
-            error.add_note(_BROKEN_OFF)
+            add_note(error, _BROKEN_OFF)
             raise
         return value * math.nan if no_value else value
 
@@ -110,7 +111,7 @@ class RanksEvaluator(EagerEvaluator):
                 raise
             if wrappers or any(map(is_sharded, leaves)):
                 self._failures.clear()
-                error.add_note(_BROKEN_OFF)
+                add_note(error, _BROKEN_OFF)
                 raise
             self._failures.append(error)
             self._check.numbers(["the gradient"], [values[0].detach() * math.nan])
