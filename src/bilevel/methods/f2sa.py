@@ -85,7 +85,7 @@ class F2SA(PaperMethod[F2SAState]):
             g in y. "auto": 1 / (L_g + L_f / lam_k), measured, see :mod:`bilevel.stepping.found`;
             without sampling the steps have momentum, and are up to 3 T.
         upper_lr: s_k, the step of x. "auto": found, each step tested before it is kept, see there;
-            this holds a second copy of x and of each copy of y, in minibatches a third of y.
+            this holds a second copy of x and of each copy of y.
         multiplier: lam_k, which must not decrease. The larger, the smaller the bias. With
             both rates "auto" it is found too, and raised where f is too strong for it; a number
             other than 10 is then the least (with coupling="independent" it stays as it is).
