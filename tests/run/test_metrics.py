@@ -183,7 +183,8 @@ def test_a_step_that_was_taken_back_has_no_metrics(options: dict[str, Any]) -> N
         broken_beyond(0.2), zero, zero, steps=60, callback=callback, **options
     )
     unknown = np.isnan(result.history["upper/far"])
-    assert unknown.any() and not unknown.all()
+    assert unknown.any()
+    assert not unknown.all()
     np.testing.assert_array_equal(unknown, np.isnan(result.history["upper"]))
     np.testing.assert_allclose(seen, result.history["upper/far"])
     assert 0.1 < float(result.x) < 0.2

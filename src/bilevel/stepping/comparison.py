@@ -35,11 +35,12 @@ def compare(
 ) -> tuple[float, float] | None:
     """F at another x, ``start``, and at the present one, after a run of ``taken`` lower steps.
 
-    The lower solution of the present x stays as it was found here. None: the data cannot be sampled
-    again, or these steps do not solve the lower level.
+    The lower solution of the present x stays as it was found here. None: F cannot be evaluated,
+    because it is more than one step sees (a single task does not stand for all), or these steps do
+    not solve the lower level.
     """
     x, y, draw = state.x, state.solution, objectives.draw
-    if not (draw.upper.probed and draw.lower.probed):
+    if not (draw.upper.deterministic and draw.lower.deterministic):
         return None
     most = int(CHECKED * taken)
     after = _solve(objectives, state, 1 / rate, most)
