@@ -151,3 +151,24 @@ def test_tasks_of_sines_by_a_last_layer() -> None:
     )
     # a ridge regression in 32 features, of which ten plain steps leave 0.7
     assert result.history["lower"].mean() < 0.45
+
+
+def test_steps_that_x_holds_are_not_called_too_long() -> None:
+    """Meta-SGD: the rate is a part of x, and g ends as high in each episode as in the one before."""
+
+    def steep(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return 50 * ((y - batch) ** 2).sum()
+
+    tasks = [(X0 + 1 + i % 3, X0 + 1 + i % 3) for i in range(40)]
+    for rate in (-7.0, -6.0):
+        method = bilevel.ITD(inner_steps=2, learned_lr=lambda x: x.exp())
+        x0 = torch.tensor(rate, dtype=torch.float64)
+        result = bilevel.minimize(
+            bilevel.Problem(steep, steep), x0, X0, method=method, steps=300,
+            data=bilevel.Episodes(tasks, tasks=2),
+        )  # fmt: skip
+        assert result.outcome is bilevel.Outcome.COMPLETED
+        solver = bilevel.Solver(
+            bilevel.Problem(steep, steep), x0, X0, method=method, data=bilevel.Episodes(tasks)
+        )
+        assert "lower_lr" not in choices_of(solver).against_overflow

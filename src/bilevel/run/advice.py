@@ -28,6 +28,8 @@ class Source(Enum):
 
 def source_of(method: Any, level: Level) -> Source:
     """Where the steps of x (upper) or of y (lower) come from."""
+    if level is Level.LOWER and getattr(method, "learned_lr", None) is not None:
+        return Source.ABSENT  # x holds the steps
     if getattr(method, f"{level.value}_optimizer", None) is not None:
         return Source.OPTIMIZER
     if not hasattr(method, f"{level.value}_lr"):
