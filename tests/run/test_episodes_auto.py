@@ -154,7 +154,7 @@ def test_tasks_of_sines_by_a_last_layer() -> None:
 
 
 def test_steps_that_x_holds_are_not_called_too_long() -> None:
-    """Meta-SGD: the rate is a part of x, and g ends as high in each episode as in the one before."""
+    """Meta-SGD: x holds the rate, and g ends as high in each episode as in the one before."""
 
     def steep(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
         return 50 * ((y - batch) ** 2).sum()
