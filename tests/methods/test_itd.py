@@ -197,6 +197,30 @@ def test_learned_rates_of_every_parameter() -> None:
         assert float((mine - theirs).abs().max()) < 1e-10
 
 
+def test_learned_rates_of_several_tasks() -> None:
+    """The direction of x is the mean of those of single tasks (Meta-SGD of a module)."""
+    pairs = [task(seed) for seed in range(3)]
+    x: dict[str, Any] = {"start": net(), "rates": {}}
+    for name, p in net().named_parameters():
+        x["rates"][name.replace(".", "_")] = torch.full_like(p, 0.1).detach()
+
+    def rates(x: Any) -> dict[str, Tensor]:
+        return {name.replace("_", "."): rate for name, rate in x["rates"].items()}
+
+    def moved(pairs: list[Any]) -> list[Tensor]:
+        method = bilevel.ITD(upper_lr=1.0, inner_steps=T, learned_lr=rates)
+        data = bilevel.Episodes(pairs, tasks=len(pairs), start=lambda x: x["start"])
+        problem = bilevel.Problem(lambda x, y, b: loss(y, b), lambda x, y, b: loss(y, b))
+        found = bilevel.minimize(problem, x, net(), method=method, data=data, steps=1).x
+        ends = [*found["start"].parameters(), *found["rates"].values()]
+        begins = [*x["start"].parameters(), *x["rates"].values()]
+        return [(end - begin).detach() for end, begin in zip(ends, begins, strict=True)]
+
+    alone = [moved([pair]) for pair in pairs]
+    for mean, *each in zip(moved(pairs), *alone, strict=True):
+        torch.testing.assert_close(mean, torch.stack(each).mean(0), rtol=1e-8, atol=1e-10)
+
+
 class Memory:
     """The bytes that graphs hold, and how many they were when f was evaluated."""
 

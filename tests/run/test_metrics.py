@@ -148,3 +148,55 @@ def test_a_gap_that_the_method_has_not_cannot_be_followed() -> None:
     run("f2sa", monitor="gap", patience=50)
     with pytest.raises(ArgumentError, match=r"monitor must be one of 'upper', .* not 'gap'"):
         run("soba", monitor="gap", patience=3)
+
+
+def broken_beyond(edge: float) -> bilevel.Problem:
+    """A quadratic whose g is not a number where x is larger, so that "auto" takes steps back."""
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Any:
+        return (y - 3) ** 2, {"far": (x - 30).abs()}
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return torch.as_tensor((y - x) ** 2 + 0 * (edge - x).log())
+
+    return bilevel.Problem(upper, lower)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"select": "best", "monitor": "upper/far"},
+        {"patience": 30, "monitor": "upper/far"},
+    ],
+    ids=str,
+)
+def test_a_step_that_was_taken_back_has_no_metrics(options: dict[str, Any]) -> None:
+    """They are NaN, as the losses are; the run goes on, and its best is one that was measured."""
+    seen: list[float] = []
+
+    def callback(solver: Any, info: Any) -> None:
+        seen.append(float(info.metrics["upper/far"]))
+
+    zero = torch.tensor(0.0)
+    result = bilevel.minimize(
+        broken_beyond(0.2), zero, zero, steps=60, callback=callback, **options
+    )
+    unknown = np.isnan(result.history["upper/far"])
+    assert unknown.any()
+    assert not unknown.all()
+    np.testing.assert_array_equal(unknown, np.isnan(result.history["upper"]))
+    np.testing.assert_allclose(seen, result.history["upper/far"])
+    assert 0.1 < float(result.x) < 0.2
+
+
+def test_a_step_that_was_taken_back_is_logged_without_metrics() -> None:
+    logged: list[dict[str, float]] = []
+
+    def callback(solver: Any, info: Any) -> None:
+        logged.append(figures(info))
+
+    zero = torch.tensor(0.0)
+    bilevel.minimize(broken_beyond(0.2), zero, zero, steps=60, callback=callback)
+    assert [*map(set, logged)].count({"lower_lr", "multiplier", "upper_lr"}) > 0
+    assert sum("upper/far" in figures for figures in logged) > 30

@@ -119,7 +119,7 @@ class EagerEvaluator(Evaluator):
         if not state.policy.take_back(state):
             raise error
         clear_gradients(state)
-        info = rested(state, measure=measure)
+        info = rested(state, self.metric_names, measure=measure)
         state.k += 1
         return info
 

@@ -56,15 +56,21 @@ def info_of(
     )
 
 
-def rested(state: State, *, measure: bool) -> Info:
-    """The report of a step that was taken back: nothing was measured, and x did not move."""
+def rested(state: State, metric_names: Sequence[str], *, measure: bool) -> Info:
+    """The report of a step that was taken back: nothing was measured, and x did not move.
+
+    The metrics are NaN like the losses, so that who reads them by name finds them in every step.
+    """
     sizes = state.policy.current
     lower_lr = math.nan if sizes is None else sizes.lower
     info = Info(state.k, state.multiplier, lower_lr, 0.0)
     if not measure:
         return info
     unknown = torch.full((), math.nan, device=state.x.device)
-    return replace(info, upper=unknown, lower=unknown, gap=unknown, direction_norm=unknown)
+    metrics = dict.fromkeys(metric_names, unknown)
+    return replace(
+        info, upper=unknown, lower=unknown, gap=unknown, direction_norm=unknown, metrics=metrics
+    )
 
 
 class Report:

@@ -35,7 +35,7 @@ class Info:
             optimizer, the learning rate of its first group.
         upper_lr: the same for x; 0 where x rests.
         metrics: what the objectives return beside ``upper`` and ``lower``, by names such as
-            ``"upper/accuracy"``.
+            ``"upper/accuracy"``. Like the losses they are NaN in a step that "auto" took back.
 
     Example:
         >>> import bilevel

@@ -14,6 +14,7 @@ from typing import Any
 
 from bilevel.problem import Level
 from bilevel.run.solver import Solver
+from bilevel.sampling import EpisodicDraw
 
 
 class Source(Enum):
@@ -27,6 +28,8 @@ class Source(Enum):
 
 def source_of(method: Any, level: Level) -> Source:
     """Where the steps of x (upper) or of y (lower) come from."""
+    if level is Level.LOWER and getattr(method, "learned_lr", None) is not None:
+        return Source.ABSENT  # x holds the steps
     if getattr(method, f"{level.value}_optimizer", None) is not None:
         return Source.OPTIMIZER
     if not hasattr(method, f"{level.value}_lr"):
@@ -54,6 +57,7 @@ class Choices:
         noisy: whether f or g is evaluated on minibatches.
         has_batch_size: whether the lower level's minibatches are sampled here, so that they may be
             larger.
+        episodic: whether the batches are those of tasks, whose source decides their size.
     """
 
     upper: Source
@@ -65,6 +69,7 @@ class Choices:
     y_bounded: bool
     noisy: bool
     has_batch_size: bool
+    episodic: bool = False
 
     def source(self, level: Level) -> Source:
         """Where the steps of that level come from."""
@@ -123,7 +128,9 @@ class Choices:
         """What may help where f rose."""
         parts = self.shorter(Level.UPPER) if self.upper is not Source.FOUND else []
         parts += self.better_fitted + self.larger_multiplier
-        if self.noisy:
+        if self.episodic:
+            parts += ["have more tasks in a step, Episodes(source, tasks=...)"]
+        elif self.noisy:
             parts += ["use a larger batch_size or direction_batch_size"]
         return listed([*parts, "start from another x0 or y0"])
 
@@ -142,6 +149,7 @@ def choices_of(solver: Solver) -> Choices:
         y_bounded=problem.y_set is not None,
         noisy=not (draw.upper.deterministic and draw.lower.deterministic),
         has_batch_size=draw.lower.sampled_here and not draw.lower.deterministic,
+        episodic=isinstance(draw, EpisodicDraw),
     )
 
 

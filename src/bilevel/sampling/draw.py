@@ -57,9 +57,11 @@ class Draw:
             given.
         tasks: how many lower levels an outer step has, each with samples and a copy of y of its
             own; more than one only in episodes.
+        renewed: whether each outer step has a lower level of its own, held for all its inner steps.
     """
 
     tasks = 1
+    renewed = False
 
     def __init__(
         self,

@@ -48,8 +48,11 @@ class Episodes:
     Objectives, seeds and checkpoints are as without episodes; ``data`` takes the place of
     ``upper_data``, ``lower_data`` and ``batch_size``. On several ranks each has tasks of its own.
     ``upper_lr="auto"`` is ``torch.optim.Adam`` with a learning rate of 1e-3 here: whether a step of
-    x was good cannot be tested on tasks that are gone. F3SA takes one inner step per outer step;
-    its momentum needs start="warm", and starts afresh with every new y.
+    x was good cannot be tested on tasks that are gone. ``lower_lr="auto"`` measures the curvature
+    of each step's tasks; F2SA's inner steps follow their path, as where nothing is sampled. F3SA
+    takes one inner step per outer step; its momentum needs start="warm", and starts afresh with
+    every new y. BOME, MEHA, VPBGD, SOBA and MASOBA fit y over many outer steps, so that only
+    start="warm" gives them directions that mean something.
 
     Example:
         >>> import torch, bilevel
@@ -163,6 +166,13 @@ class _Held(Stream):
     def next(self) -> Any:
         return self._draw.held[self._place]
 
+    @property
+    def constant_in_step(self) -> bool:
+        return self._draw.renewed
+
+    def in_step(self) -> Any:
+        return self.next()
+
     def peek(self) -> Any:
         return self._draw.joined([self._draw.peeked()] * self._draw.tasks)[self._place]
 
@@ -189,18 +199,24 @@ class EpisodicDraw(Draw):
         source: a stream of pairs.
         episodes: how many tasks a step has, and where y starts.
         stacked: whether a batch is a :class:`TaskBatches`, which it always is for several tasks.
+        renewed: whether the lower steps may count on one function in an outer step. Not where it
+            has one inner step, and not on several ranks, which hold different tasks but must take
+            the same number of inner steps.
 
     Attributes:
         source: the stream.
         held: the present batches of g and of f.
     """
 
-    def __init__(self, source: Stream, episodes: Episodes, *, stacked: bool) -> None:
+    def __init__(
+        self, source: Stream, episodes: Episodes, *, stacked: bool, renewed: bool = False
+    ) -> None:
         super().__init__(_Held(self, UPPER), _Held(self, LOWER))
         self.source = source
         self.episodes = episodes
         self.tasks = int(episodes.tasks)
         self.stacked = stacked
+        self.renewed = renewed
         self._held: tuple[Any, Any] | None = None
 
     @property

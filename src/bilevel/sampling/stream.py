@@ -39,6 +39,15 @@ class Stream(ABC):
         """Whether every batch is the same."""
         return False
 
+    @property
+    def constant_in_step(self) -> bool:
+        """Whether all batches of an outer step are the same."""
+        return self.deterministic
+
+    def in_step(self) -> Any:
+        """The batch of the present outer step, where all its batches are the same."""
+        return self.peek()
+
     @abstractmethod
     def peek(self) -> Any:
         """A batch such as :meth:`next` could give, without moving the stream."""

@@ -81,8 +81,8 @@ def probed_slopes(objectives: Objectives, x: Variable, level: Level, looks: int)
     look sees the whole probe.
     """
     stream, objective = _of(level, objectives)
-    batches = [stream.peek()]
-    if not stream.deterministic and stream.probed:
+    batches = [stream.in_step()]
+    if not stream.constant_in_step and stream.probed:
         probe = stream.probe()
         batches = [probe[place] for place in _places(len(probe), looks)]
     return [slope_of(objective, x, [batch], objectives.mean) for batch in batches]
@@ -95,7 +95,7 @@ def mean_slope(objectives: Objectives, x: Variable, level: Level, looks: int) ->
     over their samples, see :mod:`bilevel.stepping.reach`.
     """
     stream, objective = _of(level, objectives)
-    if objectives.draw.batches == (1, 1) or stream.deterministic:
+    if objectives.draw.batches == (1, 1) or stream.constant_in_step:
         return mean_of(probed_slopes(objectives, x, level, looks))
 
     @cache  # gathered when it is asked for, which at most looks it is not

@@ -167,7 +167,7 @@ class FoundSizes(GivenSizes):
             self._measure(objectives, state)
             rewind()
             if not self._tests:
-                n.begin_window_of_given_steps(self._unit)
+                n.begin_window_of_given_steps(self._unit, renewed=objectives.draw.renewed)
         if look or self._changes or self._follows_k or self.pace is not None:
             self._set_sizes(state)
         assert self.current is not None

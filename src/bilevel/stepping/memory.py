@@ -88,9 +88,13 @@ class Numbers:
     measuring: bool = True
     resting: bool = False
 
-    def begin_window_of_given_steps(self, unit: int) -> None:
-        """From one look to the next where nothing tests the steps of x."""
-        self.since, self.window = 0, min(2 * self.window, WINDOW_OF_GIVEN_STEPS * unit)
+    def begin_window_of_given_steps(self, unit: int, *, renewed: bool) -> None:
+        """From one look to the next where nothing tests the steps of x.
+
+        ``renewed``: each outer step has a lower level of its own, whose curvature may be any.
+        """
+        longest = 1 if renewed else min(2 * self.window, WINDOW_OF_GIVEN_STEPS * unit)
+        self.since, self.window = 0, longest
 
     def begin_at(
         self, x: Tensor, direction: Tensor, towards: Tensor, merit: float, unit: int

@@ -110,14 +110,17 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
-    """Whether two evaluations at one point may differ: by their samples, or by what they draw."""
+    """Whether two evaluations at one point of a step may differ, by their samples or otherwise.
+
+    That is by what they draw at random.
+    """
     draw, x, y = objectives.draw, state.x, state.solution
-    if not (draw.upper.deterministic and draw.lower.deterministic):
+    if not (draw.upper.constant_in_step and draw.lower.constant_in_step):
         return True
     rewind = Rewind(x.device)
     with values_only(x, y):
-        objectives.f(x, y, draw.upper.peek())
-        objectives.g(x, y, draw.lower.peek())
+        objectives.f(x, y, draw.upper.in_step())
+        objectives.g(x, y, draw.lower.in_step())
     moved = rewind.moved()
     rewind()
     return moved

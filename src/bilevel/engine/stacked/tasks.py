@@ -61,6 +61,12 @@ class TaskVariable(StackedVariable):
         leaves = [leaf.detach().clone() for leaf in self.leaves]
         return TaskVariable(self.template.clone(name), leaves, name)
 
+    def match(
+        self, argument: str, given: Any, fits: Callable[[Any], bool], wanted: str
+    ) -> list[Any]:
+        # in the structure of one task, as objectives see it; what fits one leaf fits all tasks
+        return self.template.match(argument, given, fits, wanted)
+
     def detached(self) -> Any:
         values = [self.of_run(task) for task in range(len(self.leaves[0]))]
         return values if len(values) > 1 else values[0]

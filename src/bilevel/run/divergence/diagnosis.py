@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bilevel.problem import Level
-from bilevel.run.advice import Choices, Source, choices_of, listed
+from bilevel.run.advice import Choices, Source, choices_of, listed, source_of
 from bilevel.run.divergence.signs import OUTGROWN, Sign, Symptom
 from bilevel.run.history import History
 from bilevel.run.solver import Solver
@@ -258,7 +258,7 @@ def _lower_step(solver: Solver) -> float | None:
     """The length of the step of y; None: it is not a plain step."""
     optimizers = [update.optimizer for update in updates_of(solver, Level.LOWER)]
     now = step_sizes(solver)
-    if now is None:
+    if now is None or source_of(solver.method, Level.LOWER) is Source.ABSENT:
         return None
     if not any(optimizers):
         return float(now.lower)
