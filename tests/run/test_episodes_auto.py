@@ -87,7 +87,7 @@ def test_lower_steps_follow_their_path_where_there_is_more_than_one() -> None:
         assert not draw.upper.deterministic
         assert not draw.sweeps
         solver.step()
-        assert (solver.state.policy.pace is not None) is renewed
+        assert (solver.state.policy.accelerated is not None) is renewed
         elsewhere: Any = on_ranks(draw, [])
         assert not elsewhere.renewed  # other ranks hold other tasks
 

@@ -136,8 +136,8 @@ def test_a_gradient_that_overflows_is_a_curvature_without_bound() -> None:
     for _ in range(5):
         solver.step(measure=False)
     policy = solver.state.policy
-    assert policy.pace is not None
-    policy.pace.rate = 0.0  # as after a gradient that is infinite
+    assert policy.accelerated is not None
+    policy.accelerated.rate = 0.0  # as after a gradient that is infinite
     assert policy._met() == float("inf")  # type: ignore[attr-defined]
 
 

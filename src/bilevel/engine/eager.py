@@ -136,7 +136,7 @@ class EagerEvaluator(Evaluator):
 
     def descend(self, descent: Descent) -> None:
         phi = descent.phi
-        if self._moves_one_by_one(phi) and descent.pace is None:
+        if self._moves_one_by_one(phi) and descent.accelerated is None:
             samples = self.draw.inner(phi.stencil.nodes, phi.shared)
             self._accumulate(phi, samples, done=self._mover(descent, read=False))
             descent.recentre()
@@ -155,7 +155,7 @@ class EagerEvaluator(Evaluator):
             with frozen(*phi.points), buffers_kept(phi.x, *phi.points):
                 self._add_direction(phi, self.draw.direction(nodes, shared))
             return None
-        if not self._moves_one_by_one(phi) or descent.pace is not None:
+        if not self._moves_one_by_one(phi) or descent.accelerated is not None:
             self._add_direction(phi, self.draw.inner_parts(nodes, shared))
             return descent
         samples = self.draw.inner(nodes, shared)
@@ -460,8 +460,8 @@ class EagerEvaluator(Evaluator):
         self._check.gradients([(m.variable, m.length) for m in descent.moves])
         if read:
             self._check.read()
-        if descent.pace is not None:
-            descent.pace.move(descent.moves)
+        if descent.accelerated is not None:
+            descent.accelerated.move(descent.moves)
         else:
             for m in descent.moves:
                 m.update.apply(m.rate, m.gain, bad=self._check.bad)

@@ -24,7 +24,7 @@ from torch import Tensor
 from bilevel.methods.state import Info, State
 from bilevel.problem import Evaluation, Number, Phi, Problem, Term
 from bilevel.sampling import Draw, Sample
-from bilevel.stepping import Pace, StepSizes, Update
+from bilevel.stepping import AcceleratedSteps, StepSizes, Update
 from bilevel.variables import Variable
 
 
@@ -56,18 +56,18 @@ class Descent:
         moves: the step of each copy that moves.
         centre: the update of a lower solution that is held apart from the copies; None: it is one
             of them.
-        pace: finds the steps from their own path; None: they have the lengths of ``moves``.
+        accelerated: finds the steps from their own path; None: they have the lengths of ``moves``.
     """
 
     phi: Phi
     moves: Sequence[Move]
     centre: Update | None = None
-    pace: Pace | None = None
+    accelerated: AcceleratedSteps | None = None
 
     @property
     def settled(self) -> bool:
         """Whether no further step is worth its cost."""
-        return self.pace is None or self.pace.done
+        return self.accelerated is None or self.accelerated.done
 
     def spread(self) -> None:
         """Pass the gradient at the centre on to the copies that it is made of."""
@@ -83,7 +83,7 @@ class Descent:
         """Go back after a step that met a number that is not finite; False: none is known."""
         for point in self.phi.points:
             point.clear_grads()
-        if self.pace is None or not self.pace.step_again(self.moves):
+        if self.accelerated is None or not self.accelerated.step_again(self.moves):
             return False
         self.recentre()
         return True

@@ -213,7 +213,7 @@ class F2SA(PaperMethod[F2SAState]):
         return evaluator.finish(
             state,
             upper_lr=sizes.upper,
-            lower_lr=gamma if descent.pace is None else descent.pace.rate,
+            lower_lr=gamma if descent.accelerated is None else descent.accelerated.rate,
             multiplier=sizes.multiplier,
             also=remaining,
             phi=phi,
@@ -227,7 +227,7 @@ class F2SA(PaperMethod[F2SAState]):
             for copy, update, weight in zip(phi.points, state.y_updates, weights, strict=False)
         ]
         centre = state.y_updates[copies] if len(state.points) > copies else None
-        return Descent(phi, moves, centre, state.policy.pace)
+        return Descent(phi, moves, centre, state.policy.accelerated)
 
     def reference(self, f: Objective, g: Objective, x: Tensor, y: Tensor, draw: Draw) -> Iterates:
         """Algorithm 1; for the other schemes copy i follows argmin_y g + (j_i / lam) f."""

@@ -1,12 +1,12 @@
 """By how much variables move: updates, schedules, the user's optimizers, and "auto"."""
 
 from bilevel.stepping import schedules
+from bilevel.stepping.accelerated import AcceleratedSteps
 from bilevel.stepping.curvature import slope_of, steepest_curvature
 from bilevel.stepping.differentiable import Carried, InnerRule
 from bilevel.stepping.forms import policy_form
 from bilevel.stepping.found import FoundSizes
 from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
-from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, StepSizePolicy
 from bilevel.stepping.rates import (
     FoundRate,
@@ -32,6 +32,7 @@ from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
     "PER_INNER_STEP",
+    "AcceleratedSteps",
     "Carried",
     "Constant",
     "FoundRate",
@@ -42,7 +43,6 @@ __all__ = [
     "NesterovUpdate",
     "NoUpdate",
     "OptimizerFactory",
-    "Pace",
     "PenaltyRates",
     "Power",
     "Ramp",

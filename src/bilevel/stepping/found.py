@@ -3,7 +3,7 @@
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
 step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
-the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.pace`). Where the
+the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.accelerated`). Where the
 gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
 divided by sqrt(1 + n/10), where n counts the steps in that condition, and at the end of a run y is
 fitted to the last x (:mod:`bilevel.stepping.fitting`). It is halved for good where g rises at the
@@ -61,6 +61,7 @@ from torch import Tensor
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
 from bilevel.sampling import EpisodicDraw, Rewind
+from bilevel.stepping.accelerated import AcceleratedSteps
 from bilevel.stepping.comparison import compare
 from bilevel.stepping.curvature import (
     Curvature,
@@ -85,7 +86,6 @@ from bilevel.stepping.merit import (
     standard_error,
 )
 from bilevel.stepping.metric import Metric
-from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import GivenSizes, Iterate
 from bilevel.stepping.rates import Rates, StepSizes
 from bilevel.stepping.settling import settle
@@ -115,7 +115,7 @@ class FoundSizes(GivenSizes):
         self._unit = -(-REFERENCE_INNER_STEPS // inner_steps)
         self._curvatures = [Curvature(y, seed) for seed in range(2 if finds else 0)]
         self._tests = rates.upper is None
-        self._path = Pace(inner_steps) if traits.follows_path and finds else None
+        self._path = AcceleratedSteps(inner_steps) if traits.follows_path and finds else None
         self._settles = traits.settles and self._path is None and finds and self._tests
         self._metric = Metric()
         self._settled: tuple[Merits, bool] | None = None
@@ -128,8 +128,8 @@ class FoundSizes(GivenSizes):
         self._closing = False
         self._slope_of_f: Slope | None = None
 
-    def without_pace(self) -> None:
-        self._path = self.pace = None
+    def without_acceleration(self) -> None:
+        self._path = self.accelerated = None
 
     def forget_path(self) -> None:
         self._numbers.resting = False
@@ -151,7 +151,7 @@ class FoundSizes(GivenSizes):
         look, self.returned, self.undecided = self._look_is_due(state), False, False
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
-            self.pace = None if self._noisy else self._path
+            self.accelerated = None if self._noisy else self._path
             each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
             self._metric.active = each and not self._noisy
         if self._start is None:
@@ -168,7 +168,7 @@ class FoundSizes(GivenSizes):
             rewind()
             if not self._tests:
                 n.begin_window_of_given_steps(self._unit, renewed=objectives.draw.renewed)
-        if look or self._changes or self._follows_k or self.pace is not None:
+        if look or self._changes or self._follows_k or self.accelerated is not None:
             self._set_sizes(state)
         assert self.current is not None
         self._settled = None
@@ -194,9 +194,9 @@ class FoundSizes(GivenSizes):
             upper = n.upper if moving and not self.due else 0.0
         sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
         self._changes = False
-        if self.pace is not None:
+        if self.accelerated is not None:
             signal = self._signal / float(multiplier)
-            self.pace.begin(float(sizes.lower), signal, goes_on=n.resting)
+            self.accelerated.begin(float(sizes.lower), signal, goes_on=n.resting)
 
     def _measure(self, objectives: Objectives, state: Iterate) -> None:
         """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
@@ -213,7 +213,7 @@ class FoundSizes(GivenSizes):
             if self._traits.raises and g.value > 0:
                 own = first_multiplier(g.value, f.value, y, here, of_f)
                 n.multiplier = max(own, self._traits.least_multiplier)
-            if self.pace is None:  # which tests its steps
+            if self.accelerated is None:  # which tests its steps
                 update = next(update for update in state.updates() if update.variable is y)
                 g.hold_for_a_step(lower, update, here)
         else:
@@ -225,7 +225,7 @@ class FoundSizes(GivenSizes):
             g.refine(mean_of(of_g), y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
             if n.looks & (n.looks - 1) == 0:  # a power of two
                 f.refine(upper, y, 2, noisy=noisy)
-        if self.pace is not None:
+        if self.accelerated is not None:
             self._signal = length(upper(state.penalised or y))
         n.steady = self._traits.steady(state.k) if noisy else 1.0
         if not self._tests:
@@ -265,7 +265,7 @@ class FoundSizes(GivenSizes):
         if not all(map(math.isfinite, found.values)):
             return self._go_back(state, math.inf)
         # y rests or follows x by steps that are not tested one by one: are they too long?
-        untested = self._traits.stiffness is not None and not (self.pace or self._settled)
+        untested = self._traits.stiffness is not None and not (self.accelerated or self._settled)
         if untested and lower_rose(found, self._rested, 0.0 if math.isnan(n.last) else n.last):
             n.brake *= 2
             if not self._put_back(state):
@@ -285,8 +285,8 @@ class FoundSizes(GivenSizes):
         n, merits, value, noisy = self._numbers, found.values, found.mean, bool(self._noisy)
         # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches
         near = noisy or found.gap >= -TOLERATED * abs(found.upper)
-        known = self._settled[1] if self._settled else self.pace is None or self.pace.settled
-        settled = known and near
+        rests = self.accelerated is None or self.accelerated.settled
+        settled = near and (self._settled[1] if self._settled else rests)
         before = self._reference
         if n.measuring or before is None:
             return self._measured(state, direction, found, settled)
@@ -373,9 +373,8 @@ class FoundSizes(GivenSizes):
 
     def _met(self) -> float:
         """The curvature that the lower steps met; infinite where a gradient overflowed."""
-        if self.pace is None:
-            return self._numbers.steepness
-        return max(self._numbers.steepness, 1 / self.pace.rate if self.pace.rate else math.inf)
+        rate = self.accelerated.rate if self.accelerated else math.inf
+        return max(self._numbers.steepness, 1 / rate if rate else math.inf)
 
     def _go_on(
         self, state: Iterate, direction: Tensor, found: Merits, settled: bool, keep: bool = False

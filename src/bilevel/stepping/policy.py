@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
-from bilevel.stepping.pace import Pace
+from bilevel.stepping.accelerated import AcceleratedSteps
 from bilevel.stepping.rates import Rates, StepSizes
 from bilevel.stepping.updates import Update
 from bilevel.variables import Variable
@@ -50,15 +50,15 @@ class GivenSizes:
 
     Attributes:
         current: the step sizes of the last step; None before the first.
-        pace: finds the steps of the copies of y from inner step to inner step; None: they have the
-            length that ``current`` says.
+        accelerated: finds the steps of the copies of y from inner step to inner step; None: they
+            have the length that ``current`` says.
         due: whether :meth:`judge` decides the step of x at the end of this outer step.
         returned: whether x and y went back in this outer step.
         undecided: whether x rests until its last step can be tested.
         longest_move: the most that an entry of x may move by in a step.
     """
 
-    pace: Pace | None = None
+    accelerated: AcceleratedSteps | None = None
     due = False
     returned = False
     undecided = False
@@ -71,7 +71,7 @@ class GivenSizes:
         self._changes = True
         self.current: StepSizes | None = None
 
-    def without_pace(self) -> None:
+    def without_acceleration(self) -> None:
         """Give every inner step the length that :attr:`current` says, as compiled steps need it."""
 
     def forget_path(self) -> None:

@@ -2,8 +2,8 @@
 
 A method with a few plain steps of y between two steps of x may leave y far behind y*(x), and f at
 that y says nothing about F(x) = f(x, y*(x)): it may fall for hundreds of steps while F rises. Where
-nothing is sampled, "auto" therefore goes on from the lower solution with the steps of a
-:class:`~bilevel.stepping.pace.Pace` until f there stays as it is. A penalised copy moves along, by
+nothing is sampled, "auto" therefore goes on from the lower solution with accelerated steps
+(:mod:`bilevel.stepping.accelerated`) until f there stays as it is. A penalised copy moves along, by
 the same way: what it differs by from the lower solution is the method's to find.
 """
 
@@ -17,16 +17,16 @@ import torch
 
 from bilevel.problem import Level, Objectives
 from bilevel.sampling import Rewind
+from bilevel.stepping.accelerated import AcceleratedSteps
 from bilevel.stepping.curvature import probed_slopes
 from bilevel.stepping.memory import Reference
 from bilevel.stepping.merit import TOLERATED, Merits, merits_at
-from bilevel.stepping.pace import Pace
 from bilevel.stepping.policy import Iterate
 from bilevel.stepping.updates import Update
 from bilevel.variables import flatten, unflatten_like
 
 CHUNK, CHUNKS = 10, 3
-"""The steps after which f is evaluated, together as many as an outer step with a pace may take."""
+"""The steps after which f is evaluated, together as many as an accelerated outer step may take."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def settle(
     rewind = Rewind(x.device)
     [slope] = probed_slopes(objectives, x, Level.LOWER, 0)
     updates = {id(update.variable): update for update in state.updates()}
-    start, move, pace = flatten(y.leaves).clone(), _Move(updates[id(y)]), Pace(CHUNK)
-    pace.begin(rate, 0.0)
+    start, move, steps = flatten(y.leaves).clone(), _Move(updates[id(y)]), AcceleratedSteps(CHUNK)
+    steps.begin(rate, 0.0)
     found = merits_at(objectives, state, None)
     [value], change, settled = found.values, math.inf, False
     for _ in range(CHUNKS):
         for _ in range(CHUNK):
             y.set_grads(unflatten_like(slope(y), y.leaves))
-            pace.move([move])
+            steps.move([move])
         if not bool(torch.isfinite(flatten(y.leaves)).all()):  # a gradient overflowed
             torch._foreach_copy_(y.leaves, unflatten_like(start, y.leaves))
             found, settled = merits_at(objectives, state, None), False

@@ -19,8 +19,8 @@ class Traits:
         raises: whether the multiplier may be chosen and raised.
         least_multiplier: what it is at least then.
         inner_steps: T.
-        follows_path: whether its lower steps can be those of a
-            :class:`~bilevel.stepping.pace.Pace`.
+        follows_path: whether its lower steps can be
+            :class:`~bilevel.stepping.accelerated.AcceleratedSteps`.
         settles: whether F is f at y*(x), so that y may be moved on, and not f after T steps.
         steady: from k to the share of 1/L with which the method's estimates do not grow by noise.
     """

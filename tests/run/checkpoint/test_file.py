@@ -295,7 +295,7 @@ def test_an_honest_file_of_another_structure_is_refused(sound: bytes, tmp_path: 
         del broken["solver"][part]
         write(tmp_path / "a", broken)
         refuse(tmp_path / "a")
-    for part in ("k", "x", "points", "pace"):
+    for part in ("k", "x", "points", "accelerated"):
         state = {**content["solver"]["state"], part: [torch.zeros(1)]}
         if part == "k":
             del state["k"]

@@ -92,7 +92,7 @@ class CompiledEvaluator(EagerEvaluator):
         super().__init__(evaluator.problem, evaluator.draw, execution, defers=defers)
         self._step = step
         self._state = state
-        state.policy.without_pace()
+        state.policy.without_acceleration()
         self._unchanged = False
         self._prepare()
 

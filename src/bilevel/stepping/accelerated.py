@@ -52,7 +52,7 @@ class Moving(Protocol):
         """From the gradient on the leaves to the direction in the scale of g."""
 
 
-class Pace:
+class AcceleratedSteps:
     """The steps of the copies in one outer step after the other.
 
     Attributes:

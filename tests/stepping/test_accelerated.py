@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bilevel.stepping.pace import Pace
+from bilevel.stepping.accelerated import AcceleratedSteps
 from bilevel.stepping.updates import Update
 from bilevel.variables import Past, Variable, anderson
 
@@ -22,14 +22,14 @@ class _Move:
 
 
 def _after(g: Callable[[Tensor], Tensor], start: Tensor, rate: float, steps: int) -> Tensor:
-    """Where the steps of a pace lead from ``start``."""
-    y, pace = Variable.copy_of(start, "y"), Pace(steps)
+    """Where accelerated steps lead from ``start``."""
+    y, path = Variable.copy_of(start, "y"), AcceleratedSteps(steps)
     move = _Move(Update(y, [None]))
-    pace.begin(rate, 0.0)
+    path.begin(rate, 0.0)
     for _ in range(steps):
         leaf = y.leaves[0].detach().requires_grad_()
         y.set_grads(torch.autograd.grad(g(leaf), leaf))
-        pace.move([move])
+        path.move([move])
     return y.leaves[0].detach()
 
 
