@@ -86,7 +86,6 @@ class Sampling:
         place: torch.device | None,
         home: torch.device,
         several: bool,
-        inner_steps: int,
     ) -> EpisodicDraw:
         source = stream_of(
             "source",
@@ -97,9 +96,7 @@ class Sampling:
             device=place,
             home=home,
         )
-        stacked = several or data.tasks > 1
-        renewed = inner_steps > 1 and not several
-        return EpisodicDraw(source, data, stacked=stacked, renewed=renewed)
+        return EpisodicDraw(source, data, stacked=several or data.tasks > 1)
 
     def draw(
         self,
@@ -109,7 +106,6 @@ class Sampling:
         key: tuple[int, ...] = (),
         *,
         several: bool = False,
-        inner_steps: int = 1,
     ) -> tuple[Draw, PrivateRandomness]:
         """The samples of the run with that seed, and the randomness of its objectives.
 
@@ -119,12 +115,11 @@ class Sampling:
             home: the device of x.
             key: another key gives independent samples of the same seed.
             several: whether several ranks solve the problem together.
-            inner_steps: how many lower steps an outer step has.
         """
         sequence = np.random.SeedSequence(seed, spawn_key=key)
         seeds = [int(s) for s in sequence.generate_state(3, np.uint64)]
         if self.data is not None:
-            episodes = self._episodes(self.data, seeds[0] >> 1, place, home, several, inner_steps)
+            episodes = self._episodes(self.data, seeds[0] >> 1, place, home, several)
             return episodes, PrivateRandomness(seeds[2] >> 1, home)
         upper, lower = (
             stream_of(
@@ -287,10 +282,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     if ranks is not None:
         refuse_on_ranks(ranks, given.problem, method, x, y)
     several = ranks is not None and ranks.size > 1
-    inner_steps = getattr(method, "inner_steps", 1)
-    redraw = partial(
-        sampling.draw, given.seed, place, x.device, several=several, inner_steps=inner_steps
-    )
+    redraw = partial(sampling.draw, given.seed, place, x.device, several=several)
     draw, randomness = redraw(() if ranks is None else ranks.key)
     larger = sampling.direction_batch_size is not None
     execution.check(method, larger_direction=larger, chunked=draw.chunked)

@@ -175,6 +175,8 @@ class Solver(Resumable):
             if self.problem.y_prox is not None:
                 self.evaluator.problem = ProximalProblem(self.problem, x)
             if isinstance(draw, EpisodicDraw):
+                # ranks hold different tasks, but must take the same number of inner steps
+                draw.renewed = self.ranks is None and getattr(self.method, "inner_steps", 1) > 1
                 if draw.stacked:
                     y = TaskVariable.stack(y, draw.tasks)
                     self.evaluator.problem = TaskProblem(self.evaluator.problem)

@@ -57,7 +57,8 @@ class Draw:
             given.
         tasks: how many lower levels an outer step has, each with samples and a copy of y of its
             own; more than one only in episodes.
-        renewed: whether each outer step has a lower level of its own, held for all its inner steps.
+        renewed: whether each outer step has a lower level of its own, held for all its inner steps,
+            which may count on that.
     """
 
     tasks = 1

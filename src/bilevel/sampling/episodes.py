@@ -199,24 +199,18 @@ class EpisodicDraw(Draw):
         source: a stream of pairs.
         episodes: how many tasks a step has, and where y starts.
         stacked: whether a batch is a :class:`TaskBatches`, which it always is for several tasks.
-        renewed: whether the lower steps may count on one function in an outer step. Not where it
-            has one inner step, and not on several ranks, which hold different tasks but must take
-            the same number of inner steps.
 
     Attributes:
         source: the stream.
         held: the present batches of g and of f.
     """
 
-    def __init__(
-        self, source: Stream, episodes: Episodes, *, stacked: bool, renewed: bool = False
-    ) -> None:
+    def __init__(self, source: Stream, episodes: Episodes, *, stacked: bool) -> None:
         super().__init__(_Held(self, UPPER), _Held(self, LOWER))
         self.source = source
         self.episodes = episodes
         self.tasks = int(episodes.tasks)
         self.stacked = stacked
-        self.renewed = renewed
         self._held: tuple[Any, Any] | None = None
 
     @property
