@@ -44,6 +44,7 @@ ABILITIES = {
     Ability.CONSTRAINED_LOWER: "a `y_set` with the solution on its boundary",
     Ability.PROXIMAL: "a lower level that is not smooth: `y_prox`",
     Ability.SPARSE_STEPS: "a `Table` of which a step touches only the rows of the batch",
+    Ability.FRESH_STARTS: "`Episodes` whose y starts anew in each step",
     Ability.TASKS: "several tasks in `Episodes`",
     Ability.COMPILE: "`compile=True`",
     Ability.STACK: "`minimize_many` as one computation",

@@ -363,7 +363,11 @@ def test_an_iterator_of_tasks_may_end() -> None:
             ArgumentError,
             "start",
         ),
-        ({"data": bilevel.Episodes(task, tasks=2), "method": "bome"}, ArgumentError, "tasks=2"),
+        (
+            {"data": bilevel.Episodes(task, tasks=2, start="warm"), "method": "bome"},
+            ArgumentError,
+            "tasks=2",
+        ),
     ],
 )
 def test_what_does_not_go_with_episodes(options: Any, error: Any, match: str) -> None:
@@ -387,3 +391,20 @@ def test_a_start_that_writes_into_x_is_refused() -> None:
     method, one = bilevel.F2SA(0.1, 0.1), torch.tensor(1.0)
     with pytest.raises(ObjectiveError, match=r"start\(x\) writes into x"):
         bilevel.minimize(bilevel.Problem(loss, loss), one, one, method=method, data=tasks, steps=3)
+
+
+@pytest.mark.parametrize("method", ["bome", "meha", "vpbgd", "soba", "ma-soba"])
+def test_methods_that_fit_y_over_many_steps_need_a_warm_start(method: str) -> None:
+    """From a fresh start BOME, MEHA and VPBGD moved x the wrong way, and SOBA left y unfitted."""
+    pair = torch.ones(2), torch.zeros(2)
+
+    def objective(x: Tensor, y: Tensor, batch: Tensor) -> Tensor:
+        return ((y - x - batch) ** 2).sum()
+
+    problem, start = bilevel.Problem(objective, objective), torch.zeros(2)
+    for where in ("fresh", torch.clone):
+        data = bilevel.Episodes([pair], start=where)
+        with pytest.raises(ArgumentError, match="start="):
+            bilevel.Solver(problem, start, start, method=method, data=data)
+    data = bilevel.Episodes([pair], start="warm")
+    bilevel.Solver(problem, start, start, method=method, data=data).step()

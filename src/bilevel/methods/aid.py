@@ -93,7 +93,7 @@ class AID(ImplicitMethod[AIDState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable, little noise; f and g smooth",
         reference="Pedregosa 2016; Grazzi, Franceschi, Pontil, Salzo 2020",
-        abilities=SECOND_ORDER | {Ability.TASKS},
+        abilities=SECOND_ORDER | {Ability.TASKS, Ability.FRESH_STARTS},
     )
 
     def __post_init__(self) -> None:

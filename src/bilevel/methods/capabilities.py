@@ -23,6 +23,7 @@ class Ability(Enum):
     COMPILE = "run compiled steps (compile=True)"
     STACK = "run many at once (minimize_many)"
     TASKS = "take several tasks per step (Episodes)"
+    FRESH_STARTS = "solve a lower level that starts anew in every step (Episodes)"
     RANKS = "run on several ranks"
     SHARDS = "move variables of which each rank holds a part"
     DIVIDED_TABLES = "move tables whose rows are divided over ranks"

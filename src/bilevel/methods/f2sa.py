@@ -139,7 +139,7 @@ class F2SA(PaperMethod[F2SAState]):
         copies=2,
         assumes="g strongly convex in y; f and g smooth",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 1",
-        abilities=FIRST_ORDER | ON_PHI | {Ability.PROXIMAL},
+        abilities=FIRST_ORDER | ON_PHI | {Ability.PROXIMAL, Ability.FRESH_STARTS},
     )
 
     def __post_init__(self) -> None:

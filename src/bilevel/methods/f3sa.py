@@ -123,7 +123,8 @@ class F3SA(PaperMethod[F3SAState]):
         assumes="as F2SA, and smooth in y for every sample",
         reference="Kwon, Kwon, Wright, Nowak 2023, Algorithm 2",
         abilities=FIRST_ORDER - {Ability.SPARSE_STEPS}
-        | {Ability.RANKS, Ability.SHARDS, Ability.TASKS, Ability.PROXIMAL},
+        | {Ability.RANKS, Ability.SHARDS, Ability.TASKS, Ability.PROXIMAL}
+        | {Ability.FRESH_STARTS},
     )
 
     def __post_init__(self) -> None:

@@ -102,7 +102,8 @@ class ITD(DescentMethod[OneCopyState]):
         copies=1,
         assumes="g twice differentiable; memory for T inner steps",
         reference="Maclaurin, Duvenaud, Adams 2015; Franceschi, Donini, Frasconi, Pontil 2017",
-        abilities=SECOND_ORDER | {Ability.CONSTRAINED_LOWER, Ability.PROXIMAL, Ability.TASKS},
+        abilities=SECOND_ORDER
+        | {Ability.CONSTRAINED_LOWER, Ability.PROXIMAL, Ability.TASKS, Ability.FRESH_STARTS},
     )
 
     def __post_init__(self) -> None:

@@ -94,6 +94,7 @@ class NoBilevel(Method[OneCopyState]):
                 Ability.CONSTRAINED_LOWER,
                 Ability.PROXIMAL,
                 Ability.TASKS,
+                Ability.FRESH_STARTS,
             }
         ),
     )

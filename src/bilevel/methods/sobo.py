@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bilevel.errors.checks import check_count
 from bilevel.methods.base import Iterates
-from bilevel.methods.capabilities import SECOND_ORDER, Properties
+from bilevel.methods.capabilities import SECOND_ORDER, Ability, Properties
 from bilevel.methods.implicit import ImplicitMethod, Point, one_copy
 from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, mixed_product
 from bilevel.methods.state import OneCopyState
@@ -77,7 +77,7 @@ class SOBO(ImplicitMethod[OneCopyState]):
         copies=1,
         assumes="g strongly convex in y and twice differentiable; f and g smooth",
         reference="Ji, Yang, Liang 2021, Algorithm 2 (stocBiO)",
-        abilities=SECOND_ORDER,
+        abilities=SECOND_ORDER | {Ability.FRESH_STARTS},
     )
 
     def __post_init__(self) -> None:

@@ -290,6 +290,9 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
         check_proximal(given.problem, method, x, y)
     if isinstance(draw, EpisodicDraw):
         method = for_episodes(method)
+        start = draw.episodes.start
+        if start != "warm":
+            refuse(method, Ability.FRESH_STARTS, f"start={start!r} of Episodes", "or start='warm'")
     if draw.tasks > 1:
         refuse(method, Ability.TASKS, f"Episodes(tasks={draw.tasks})", "or give tasks=1")
     method.check(given.problem, draw, x)

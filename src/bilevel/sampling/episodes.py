@@ -51,8 +51,8 @@ class Episodes:
     x was good cannot be tested on tasks that are gone. ``lower_lr="auto"`` measures the curvature
     of each step's tasks; F2SA's inner steps follow their path, as where nothing is sampled. F3SA
     takes one inner step per outer step; its momentum needs start="warm", and starts afresh with
-    every new y. BOME, MEHA, VPBGD, SOBA and MASOBA fit y over many outer steps, so that only
-    start="warm" gives them directions that mean something.
+    every new y. BOME, MEHA, VPBGD, SOBA and MASOBA fit y over many outer steps, and take
+    start="warm" alone.
 
     Example:
         >>> import torch, bilevel
