@@ -98,7 +98,7 @@ class _Curvature:
 
     def __init__(self, width: int) -> None:
         self._count = 0
-        self._steps, self._changes = (np.empty((_MEMORY, width)) for _ in range(2))
+        self._pairs = np.empty((2 * _MEMORY, width))  # a step, and the change of the gradient by it
         self._inverse = np.zeros((_MEMORY, _MEMORY))  # of R
         self._products = np.zeros(_MEMORY)  # of each step and its change: the diagonal of R
         self._gram = np.zeros((_MEMORY, _MEMORY))  # of the changes
@@ -111,13 +111,13 @@ class _Curvature:
             return
         place = self._count % _MEMORY
         self._count += 1
-        steps, changes, inverse, gram = self._used()
-        steps[place], changes[place] = step, change
-        with_later = steps @ change
-        inverse[place], inverse[:, place] = 0.0, 0.0
-        inverse[:, place] = inverse @ with_later / -product
+        pairs, inverse, gram = self._used()
+        pairs[2 * place], pairs[2 * place + 1] = step, change
+        found = pairs @ change
+        inverse[place] = inverse[:, place] = 0.0
+        inverse[:, place] = inverse @ found[::2] / -product
         inverse[place, place] = 1 / product
-        gram[place] = gram[:, place] = changes @ change
+        gram[place] = gram[:, place] = found[1::2]
         self._products[place] = product
         self._scale = product / float(gram[place, place])
 
@@ -126,20 +126,16 @@ class _Curvature:
         if not self._count:
             first: Array = vector / np.sqrt(vector @ vector)
             return first
-        steps, changes, inverse, gram = self._used()
-        scale = self._scale
-        along = inverse @ (steps @ vector)
-        across = self._products[: len(steps)] * along + scale * (gram @ along - changes @ vector)
-        found: Array = scale * vector
-        found += (across @ inverse) @ steps
-        found -= (scale * along) @ changes
-        return found
+        pairs, inverse, gram = self._used()
+        scale, found = self._scale, pairs @ vector
+        along = inverse @ found[::2]
+        across = self._products[: len(gram)] * along + scale * (gram @ along - found[1::2])
+        factors = np.empty(len(pairs))
+        factors[::2], factors[1::2] = across @ inverse, -scale * along
+        total: Array = factors @ pairs
+        total += scale * vector
+        return total
 
-    def _used(self) -> tuple[Array, Array, Array, Array]:
+    def _used(self) -> tuple[Array, Array, Array]:
         used = min(self._count, _MEMORY)
-        return (
-            self._steps[:used],
-            self._changes[:used],
-            self._inverse[:used, :used],
-            self._gram[:used, :used],
-        )
+        return self._pairs[: 2 * used], self._inverse[:used, :used], self._gram[:used, :used]
