@@ -169,7 +169,7 @@ def test_votes_may_be_missing_as_pandas_says_it() -> None:
 @pytest.mark.parametrize("kind", [np.int64, np.float64])
 def test_classes_that_annotators_give_as_numbers_are_numbers(kind: type) -> None:
     names, true = np.unique(TRUE, return_inverse=True)
-    votes = np.stack([np.searchsorted(names, Y), true, true], 1).astype(kind)
+    votes: Any = np.stack([np.searchsorted(names, Y), true, true], 1).astype(kind)
     if kind is np.float64:
         votes[::7, 2] = np.nan
     cleaner = LabelCleaner(max_steps=2).fit(X, votes)
