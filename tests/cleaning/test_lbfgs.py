@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from scipy.optimize import fmin_l_bfgs_b
 
-from bilevel.cleaning.lbfgs import minimised
+from bilevel.cleaning.lbfgs import _Curvature, minimised
+
+Vector: TypeAlias = npt.NDArray[np.float64]
 
 WIDTH = 12
 rng = np.random.default_rng(0)
@@ -56,3 +60,30 @@ def test_a_step_into_what_is_not_finite_is_shortened() -> None:
 def test_no_more_steps_are_taken_than_asked_for() -> None:
     _, value = minimised(logistic, np.ones(WIDTH), steps=2)
     assert value > minimised(logistic, np.ones(WIDTH))[1] + 0.1
+
+
+def by_two_loops(vector: Vector, pairs: list[tuple[Vector, Vector]]) -> Vector:
+    """The direction of L-BFGS as it is in textbooks; the oldest pair first."""
+    found, shares = vector.copy(), []
+    for step, change in reversed(pairs):
+        shares.append((step @ found) / (step @ change))
+        found -= shares[-1] * change
+    step, change = pairs[-1]
+    found *= (step @ change) / (change @ change)
+    for (step, change), share in zip(pairs, reversed(shares), strict=True):
+        found += (share - (change @ found) / (step @ change)) * step
+    return found
+
+
+@pytest.mark.parametrize("taken", [1, 2, 9, 10, 11, 25])
+def test_the_compact_form_is_that_of_two_loops_over_the_last_ten_steps(taken: int) -> None:
+    steps = rng.normal(size=(taken, 30))
+    factors = rng.normal(size=(30, 30)) / 5 + np.eye(30)
+    pairs = [(step, factors @ (factors.T @ step)) for step in steps]
+    curvature = _Curvature(30)
+    for step, change in pairs:
+        curvature.add(step, change)
+        curvature.add(step, -change)  # shows no curvature, and is passed over
+    vector = rng.normal(size=30)
+    expected = by_two_loops(vector, pairs[-10:])
+    np.testing.assert_allclose(curvature.inverse_times(vector), expected, rtol=1e-8, atol=1e-10)

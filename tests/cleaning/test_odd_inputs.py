@@ -166,6 +166,18 @@ def test_votes_may_be_missing_as_pandas_says_it() -> None:
     assert np.array_equal(found.label_quality_, known.label_quality_)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.float64])
+def test_classes_that_annotators_give_as_numbers_are_numbers(kind: type) -> None:
+    names, true = np.unique(TRUE, return_inverse=True)
+    votes: Any = np.stack([np.searchsorted(names, Y), true, true], 1).astype(kind)
+    if kind is np.float64:
+        votes[::7, 2] = np.nan
+    cleaner = LabelCleaner(max_steps=2).fit(X, votes)
+    assert cleaner.classes_.dtype == kind
+    assert cleaner.label_issues()["given_label"].dtype == kind
+    assert cleaner.score(X, true) > 0.5  # scikit-learn has no scores for arrays of objects
+
+
 def test_votes_of_several_kinds_are_refused() -> None:
     votes = np.stack([Y, TRUE], 1).astype(object)
     votes[3, 0] = "x"

@@ -49,7 +49,8 @@ class Labels:
     def of(cls, y: Array, votes: Array | None) -> Labels:
         """The labels y, one for each row, of which ``votes`` has those by all annotators."""
         known = votes != None  # noqa: E711
-        classes, codes = np.unique(y if votes is None else votes[known], return_inverse=True)
+        given = y if votes is None else with_its_type(votes[known])
+        classes, codes = np.unique(given, return_inverse=True)
         if len(classes) < 2:
             raise ArgumentError(
                 f"y has one class only, {classes.tolist()[0]!r}; there is no other class that a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -42,23 +41,25 @@ def minimised(
     """
     x = np.array(start, dtype=float)
     value, gradient = objective(x, *args)
-    history: deque[tuple[Array, Array, float]] = deque(maxlen=_MEMORY)
+    curvature = _Curvature(len(x))
     for _ in range(steps):
-        # Variables stay at the bound where the gradient pushes them against it.
-        held = np.flatnonzero((x[:bounded] <= 0) & (gradient[:bounded] > 0))
         downhill = -gradient
-        downhill[held] = 0.0
+        held = _held(x, gradient, bounded)
+        if held is not None:
+            downhill[held] = 0.0
         if np.abs(downhill).max() <= gradient_tolerance:
             break
-        direction = _times_inverse_curvature(downhill, history)
-        direction[held] = 0.0
+        direction = curvature.inverse_times(downhill)
+        if held is not None:
+            direction[held] = 0.0
         slope = float(direction @ gradient)
         if slope >= 0:
             break
         length = 1.0
         for _ in range(_TRIALS):
             moved = x + length * direction
-            np.maximum(moved[:bounded], 0.0, out=moved[:bounded])
+            if bounded:
+                np.maximum(moved[:bounded], 0.0, out=moved[:bounded])
             after, gradient_after = objective(moved, *args)
             too_high = after - value - _DECREASE * length * slope
             if too_high <= 1e-14 * abs(value):
@@ -68,9 +69,7 @@ def minimised(
             length = min(max(0.1 * length, best), 0.5 * length)
         else:
             break  # the lowest value within the precision of the numbers
-        step, change = moved - x, gradient_after - gradient
-        if step @ change > 0:
-            history.append((step, change, 1 / float(step @ change)))
+        curvature.add(moved - x, gradient_after - gradient)
         scale = max(abs(value), abs(after), 1.0)
         ended = value - after <= tolerance * scale
         x, value, gradient = moved, after, gradient_after
@@ -79,18 +78,64 @@ def minimised(
     return x, float(value)
 
 
-def _times_inverse_curvature(vector: Array, history: deque[tuple[Array, Array, float]]) -> Array:
-    """The two loops of L-BFGS; the first step is as long as 1."""
-    found: Array = vector.copy()
-    if not history:
-        found /= np.sqrt(vector @ vector)
-        return found
-    shares = []
-    for step, change, factor in reversed(history):
-        shares.append(factor * (step @ found))
-        found -= shares[-1] * change
-    _, change, factor = history[-1]
-    found /= factor * (change @ change)
-    for (step, change, factor), share in zip(history, reversed(shares), strict=True):
-        found += (share - factor * (change @ found)) * step
-    return found
+def _held(x: Array, gradient: Array, bounded: int) -> Array | None:
+    """The variables that the gradient pushes against their bound, where they stay."""
+    if not bounded:
+        return None
+    return np.flatnonzero((x[:bounded] <= 0) & (gradient[:bounded] > 0))
+
+
+class _Curvature:
+    """The curvature along the last steps, in the compact form of Byrd, Nocedal and Schnabel.
+
+    The usual two loops over the steps are as many small operations as there are steps, four times,
+    and take longer than a small objective. Here all steps are the rows of one matrix. They need no
+    order but one: R, with the products of a step and the changes of the gradient by it and by later
+    steps, is triangular if the steps are in the order in which they were taken, and so is its
+    inverse. Hence a step that is forgotten takes its row and its column along, and a new one adds
+    one column.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._count = 0
+        self._pairs = np.empty((2 * _MEMORY, width))  # a step, and the change of the gradient by it
+        self._inverse = np.zeros((_MEMORY, _MEMORY))  # of R
+        self._products = np.zeros(_MEMORY)  # of each step and its change: the diagonal of R
+        self._gram = np.zeros((_MEMORY, _MEMORY))  # of the changes
+        self._scale = 1.0
+
+    def add(self, step: Array, change: Array) -> None:
+        """Take a step into account by which the gradient changed, if it shows curvature."""
+        product = float(step @ change)
+        if product <= 0:
+            return
+        place = self._count % _MEMORY
+        self._count += 1
+        pairs, inverse, gram = self._used()
+        pairs[2 * place], pairs[2 * place + 1] = step, change
+        found = pairs @ change
+        inverse[place] = inverse[:, place] = 0.0
+        inverse[:, place] = inverse @ found[::2] / -product
+        inverse[place, place] = 1 / product
+        gram[place] = gram[:, place] = found[1::2]
+        self._products[place] = product
+        self._scale = product / float(gram[place, place])
+
+    def inverse_times(self, vector: Array) -> Array:
+        """The vector times the inverse of the curvature; the first step is as long as 1."""
+        if not self._count:
+            first: Array = vector / np.sqrt(vector @ vector)
+            return first
+        pairs, inverse, gram = self._used()
+        scale, found = self._scale, pairs @ vector
+        along = inverse @ found[::2]
+        across = self._products[: len(gram)] * along + scale * (gram @ along - found[1::2])
+        factors = np.empty(len(pairs))
+        factors[::2], factors[1::2] = across @ inverse, -scale * along
+        total: Array = factors @ pairs
+        total += scale * vector
+        return total
+
+    def _used(self) -> tuple[Array, Array, Array]:
+        used = min(self._count, _MEMORY)
+        return self._pairs[: 2 * used], self._inverse[:used, :used], self._gram[:used, :used]

@@ -17,6 +17,7 @@ class. T and s maximise the likelihood of the given labels, by expectation maxim
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -72,21 +73,22 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     at_given = float(z[np.arange(len(given)), given].mean())
     # Without a prior, a few samples predicted by luck would make the model sure of everything.
     # Its width is a factor of e: models of noisy labels have logits that are several times too low.
-    precision = 1 / max(len(given), 1)
+    count = max(len(given), 1)
+    precision = 1 / count
     log_b = 0.0
     for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
-        b = float(np.exp(log_b))
+        b = math.exp(log_b)
         p = softmax(b * z)
         p *= z
         mean = p.sum(1)
-        slope = b * (float(mean.mean()) - at_given) + precision * log_b
+        slope = b * (float(mean.sum()) / count - at_given) + precision * log_b
         p *= z
-        curvature = b * b * float((p.sum(1) - mean * mean).mean()) + precision
+        curvature = b * b * (float(p.sum()) - float(mean @ mean)) / count + precision
         step = min(max(-slope / curvature, -1.0), 1.0)
         log_b = min(max(log_b + step, -5.0), 5.0)
         if abs(step) < _TOLERANCE:
             break
-    b = float(np.exp(log_b))
+    b = math.exp(log_b)
     return b, cross_entropy(b * z, given)
 
 
@@ -305,14 +307,18 @@ def log_odds_of_shares(
     z = fit_sharpness(z, labels)[0] * z
     link = np.concatenate([[1.0], np.zeros(classes)])
 
+    places = rows + len(z) * labels  # in the probabilities class by class, made flat
+
     def objective(v: Array, other: Array) -> tuple[float, Array]:
         p = softmax(v[0] * z + v[1:])
-        chosen = p[rows, labels]
+        flat = p.T.reshape(-1)
+        chosen = flat.take(places)
         likelihood = other + (1 - classes * other) * chosen + 1e-300
-        p[rows, labels] -= 1
-        slope = ((1 - classes * other) * chosen / likelihood)[:, None] * p
-        loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float(np.log(likelihood).sum())
-        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
+        flat[places] -= 1
+        p *= ((1 - classes * other) * chosen / likelihood)[:, None]
+        c = v[1:]
+        loss = 0.5 * PRECISION * float(c @ c) - float(np.log(likelihood).sum())
+        gradient = np.concatenate([[np.vdot(z.T, p.T)], p.sum(0) + PRECISION * c])
         return loss, gradient
 
     def evidence(share: float, reached: int) -> float:

@@ -34,6 +34,7 @@ from bilevel.cleaning.noise import (
     NoiseModel,
     Pool,
     by_class,
+    cross_entropy,
     fit_noise,
     fit_pool,
     fit_sharpness,
@@ -146,7 +147,7 @@ def clean(
         weights=torch.from_numpy(weights) if learned is None else learned.weights.mean(0),
         verdict=verdict,
         compared=compared,
-        helped=_helped(pooled, fits.right) if task.verified else True,
+        helped=_helped(pooled, fits.right, pool) if task.verified else True,
         history={} if learned is None else learned.history,
         settings={
             **chosen,
@@ -167,7 +168,7 @@ def _verified(
     learned: Any,
 ) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
     """The fits with the help of trusted samples, and their pool."""
-    votes = task.votes
+    votes, right = task.votes, fits.right
     trusted, by_fold = fits.trusted_only()
     everything = np.ones(len(fits.given))
     both = fits.together(BOTH, [everything] * task.folds, everything, noisy.ridge, noisy)
@@ -182,7 +183,7 @@ def _verified(
         for number, some in enumerate(firsts):
             some.append(by_class(on_judged[:, number]))
         whole.append(by_class(on_judged.mean(1)))
-    early = fit_pool(first, fits.right)
+    early = fit_pool(first, right)
 
     noise = fit_noise(early.probabilities(whole), frequency, votes)
 
@@ -195,10 +196,15 @@ def _verified(
     cleaned = fits.together(CLEANED, kept, None, fits.cleaned_ridge(kept[0], both), both)
     pooled = [trusted, both, cleaned]
     # The others have seen the trusted samples, too, so that these alone have to earn their part.
-    pool = fit_pool([fit.trusted for fit in pooled], fits.right, without=1)
-    compared = {fit.name: _compared(fit.trusted, fits.right) for fit in (noisy, *pooled)}
+    pool = fit_pool([fit.trusted for fit in pooled], right, without=1)
+    assert pool.sharpness is not None
+    compared = {noisy.name: _compared(noisy.trusted, right)}
+    compared |= {
+        fit.name: Compared(cross_entropy(b * fit.trusted, right), _accuracy(fit.trusted, right))
+        for fit, b in zip(pooled, pool.sharpness, strict=True)
+    }
     logits = pool.logits([fit.trusted for fit in pooled])
-    compared[POOLED] = Compared(pool.loss, _accuracy(logits, fits.right))
+    compared[POOLED] = Compared(pool.loss, _accuracy(logits, right))
     p = pool.probabilities([fit.judged for fit in pooled])
     return pooled, pool, p, None, compared
 
@@ -246,12 +252,13 @@ def _accuracy(logits: Array, labels: Array) -> float:
     return float((logits.argmax(1) == labels).mean())
 
 
-def _helped(pooled: list[CrossFit], labels: Array) -> bool:
+def _helped(pooled: list[CrossFit], labels: Array, pool: Pool) -> bool:
     """Whether no fit is clearly better than the cleaned one, the last, in loss and accuracy."""
     rows = np.arange(len(labels))
     found = []
-    for fit in pooled:
-        log_p = log_softmax(fit_sharpness(fit.trusted, labels)[0] * fit.trusted)
+    assert pool.sharpness is not None
+    for fit, sharpness in zip(pooled, pool.sharpness, strict=True):
+        log_p = log_softmax(sharpness * fit.trusted)
         found.append((-log_p[rows, labels], (log_p.argmax(1) != labels).astype(float)))
     return not any(
         all(_clearly_positive(ours - theirs) for ours, theirs in zip(found[-1], other, strict=True))

@@ -159,23 +159,24 @@ class _Selection:
         """Continue after these losses, of which the solver has the best state."""
         self.losses = list(losses)
         if best is not None:
-            self._keep(best, losses[best.k - 1] if best.k <= len(losses) else float("inf"))
+            loss = losses[best.k - 1] if best.k <= len(losses) else float("inf")
+            self._keep(best, best.y, loss)
 
     def __call__(self, solver: Solver, info: Any) -> bool:
-        loss = float("nan")
+        loss, y = float("nan"), solver.y  # a copy
         if self._early:
-            losses = fold_losses(self._learner.predict_folds(solver.y, self._rows), self._labels)
+            losses = fold_losses(self._learner.predict_folds(y, self._rows), self._labels)
             loss = float(losses.gather(1, self._fold.unsqueeze(1)).mean())
         del self.losses[solver.k - 1 :]  # steps after a checkpoint are taken again
         self.losses.append(loss)
         better = not self._early or loss < self._best.loss
         if better:
-            self._keep(solver, loss)
+            self._keep(solver, y, loss)
         stop = self._early and solver.k - self._best.selected_step >= self._patience
         if self._saved is not None:
             self._saved.save(solver if better else None, self.losses, stop)
         return stop
 
-    def _keep(self, solver: Solver, loss: float) -> None:
+    def _keep(self, solver: Solver, y: Any, loss: float) -> None:
         best = self._best
-        best.weights, best.model, best.loss, best.selected_step = solver.x, solver.y, loss, solver.k
+        best.weights, best.model, best.loss, best.selected_step = solver.x, y, loss, solver.k
