@@ -15,8 +15,10 @@ from torch.optim import lr_scheduler as schedulers
 
 import bilevel
 from bilevel.errors import ArgumentTypeError, CheckpointError, StateError
+from bilevel.problem.sets import Box
 from bilevel.problems import Quadratic
 from bilevel.stepping.updates import Update
+from bilevel.variables import Variable
 from tests.methods.common import Oracle
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -176,3 +178,22 @@ def test_a_hook_that_clips_sees_the_direction_of_each_copy(fused: bool, accumula
     assert max(norms) > bound
     np.testing.assert_allclose(seen, norms, rtol=1e-6)
     np.testing.assert_allclose(solver.x.numpy(), x, rtol=0, atol=1e-12)
+
+
+def test_entries_that_move_by_themselves_are_cut_off_and_others_keep_their_direction() -> None:
+    gradient = torch.tensor([0.1, -3.0, 40.0])
+    for projections, ends in (
+        ([None], [-0.2, 4.0, -4.0]),
+        ([Box(-1.0, 1.0)], [-0.2, 1.0, -1.0]),
+        ([lambda x: x - x.mean()], torch.tensor([-0.01, 0.3, -4.0])),
+    ):
+        x = Variable.copy_of(torch.zeros(3), "x")
+        update = Update(x, projections)
+        x.set_grads([gradient.clone()])
+        rate = update.choose(1.0, 2.0, 4.0)
+        update.cut_off(2.0 * rate, 4.0)
+        update.apply(rate, 2.0)
+        expected = torch.as_tensor(ends)
+        if not update.entrywise:
+            expected = expected - expected.mean()
+        torch.testing.assert_close(x.leaves[0].detach(), expected)

@@ -195,7 +195,8 @@ class EagerEvaluator(Evaluator):
             upper_lr = state.policy.judge(self, state, phi, float(gain))
             if state.policy.returned:  # the gradients of the copies were taken elsewhere
                 also = None
-        upper_lr = state.x_update.choose(upper_lr, gain, state.policy.longest_move)
+        longest = state.policy.longest_move
+        upper_lr = state.x_update.choose(upper_lr, gain, longest)
         check.gradients([(x, upper_lr * gain)], averaged=True)
         info = Info(state.k, multiplier, lower_lr, upper_lr)
         if self._report is not None:
@@ -206,6 +207,7 @@ class EagerEvaluator(Evaluator):
             self._move_copies(also, read=not self._deferred)
         elif not self._deferred:
             check.read()
+        state.x_update.cut_off(upper_lr * gain, longest)
         state.x_update.apply(upper_lr, gain, bad=check.bad)
         if state.policy.returned:
             clear_gradients(state)

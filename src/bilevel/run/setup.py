@@ -248,7 +248,7 @@ class Prepared:
         sampling: what the batches are drawn from.
         execution: how steps are executed.
         redraw: makes the samples and the randomness of another spawn key.
-        draw, randomness: those of this rank.
+        draw, randomness: of this rank.
         description: the arguments as checkpoints compare them.
     """
 
@@ -289,10 +289,7 @@ def prepare(given: Arguments, ranks: Ranks | None) -> Prepared:
     if given.problem.y_prox is not None:
         check_proximal(given.problem, method, x, y)
     if isinstance(draw, EpisodicDraw):
-        method = for_episodes(method)
-        start = draw.episodes.start
-        if start != "warm":
-            refuse(method, Ability.FRESH_STARTS, f"start={start!r} of Episodes", "or start='warm'")
+        method = for_episodes(method, draw.episodes.start)
     if draw.tasks > 1:
         refuse(method, Ability.TASKS, f"Episodes(tasks={draw.tasks})", "or give tasks=1")
     method.check(given.problem, draw, x)
@@ -322,11 +319,10 @@ def check_proximal(problem: Problem, method: Method[Any], x: Variable, y: Variab
     check_terms(x, y, terms)
 
 
-def for_episodes(method: Method[Any]) -> Method[Any]:
-    """The method, with an optimizer where it would find and test the steps of x.
-
-    What a step has gained can only be seen on the tasks before it, and these are gone.
-    """
+def for_episodes(method: Method[Any], start: Any) -> Method[Any]:
+    """The method; an optimizer moves x where steps would be tested, on tasks that are gone."""
+    if start != "warm":
+        refuse(method, Ability.FRESH_STARTS, f"start={start!r} of Episodes", "or start='warm'")
     if isinstance(method, DescentMethod) and method.rates.upper is None:
         return replace(method, upper_optimizer=partial(torch.optim.Adam, lr=EPISODIC_LR))
     return method

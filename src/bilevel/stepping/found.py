@@ -41,7 +41,8 @@ step grows or x rests.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
 a test sees only what the probe shows, no entry of x moves by more in a step than four times the
-median of all, or four units if that is more: a direction with an outlier is followed less far.
+median of all, or four units if that is more: what would is cut off, or, where the set of x ties
+entries together, the whole step is shortened.
 Where a minibatch reaches few entries of x, a direction is of several
 (:mod:`bilevel.stepping.reach`).
 

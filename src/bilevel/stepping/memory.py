@@ -131,9 +131,13 @@ class Numbers:
         return share / (self.steepness * self.brake)
 
     def longest_step(self, direction: Tensor) -> float:
-        """The step with which no entry of x moves further along it than it may."""
-        largest = float(direction.abs().max()) if len(direction) else 0.0
-        return self.longest_move / largest if largest else math.inf
+        """The step with which entries of its usual size move as far as they may.
+
+        That is the root of the mean square of those that are not 0, of which one outlier among many
+        hardly says anything.
+        """
+        count = int(direction.count_nonzero())
+        return self.longest_move * math.sqrt(count) / length(direction) if count else math.inf
 
     def shorten(self, rise: float, longest: float, *, noisy: bool) -> None:
         """Shorten the step of x after a window that failed, by which the merit rose by so much.

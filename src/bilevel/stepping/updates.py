@@ -77,16 +77,26 @@ class Update:
     def choose(self, rate: Number, gain: Number = 1.0, longest: float = math.inf) -> Number:
         """The step that :meth:`apply` is to take along ``gain`` times the gradients on the leaves.
 
-        It is ``rate``, if no entry moves by more than ``longest`` then, or with an optimizer the
-        learning rate of its first group.
+        It is ``rate``, or with an optimizer the learning rate of its first group. Where entries do
+        not move by themselves, it is shortened so that none moves by more than ``longest``.
         """
-        if self._optimizer is None and longest < math.inf:
+        if self._optimizer is None and longest < math.inf and not self.entrywise:
             peaks = [float(peak) for peak in largest_entries(stored_values(self._variable.grads()))]
             most = max(peaks, default=0.0) * abs(float(gain))
             return min(float(rate), longest / most) if most else rate
         if self._optimizer is None:
             return rate
         return float(self._optimizer.param_groups[0].get("lr", 1.0))
+
+    def cut_off(self, step: Number, longest: float) -> None:
+        """Cut the gradients off, so that no entry moves by more than ``longest`` in that step.
+
+        Nothing is done where entries do not move by themselves, as :meth:`choose` has shortened it.
+        """
+        if longest < math.inf and step and self.entrywise:
+            most = longest / abs(float(step))
+            for values in stored_values(self._variable.grads()):
+                values.clamp_(-most, most)
 
     @property
     def variable(self) -> Variable:

@@ -210,7 +210,9 @@ class CompiledEvaluator(EagerEvaluator):
             state.x.set_grads([part.clone() for part in self._pieces.slope])
             if state.policy.due:
                 upper_lr = state.policy.judge(self, state, plan.descent.phi, 1.0)
-            upper_lr = state.x_update.choose(upper_lr, 1.0, state.policy.longest_move)
+            longest = state.policy.longest_move
+            upper_lr = state.x_update.choose(upper_lr, 1.0, longest)
+            state.x_update.cut_off(upper_lr, longest)
             state.x_update.apply(upper_lr)
         info = self._info(plan, upper_lr, measure)
         state.k, state.multiplier = state.k + 1, plan.multiplier  # type: ignore[assignment]

@@ -59,6 +59,7 @@ class Pieces:
         self._feed = feed
         self._moves_x = state.x_update.plain
         self._keeps_slope = not (self._moves_x and type(state.policy) is GivenSizes)
+        self._clips_x = state.x_update.entrywise
         self._x_set = problem.x_projections(state.x)
         self._y_sets = [problem.y_projections(point) for point in phi.points]
         device = state.x.device
@@ -208,10 +209,15 @@ class Pieces:
         """Move x along its direction, or leave this to the update of x."""
         squares = [part.square().sum().to(torch.float64) for part in slope]
         self.norm.copy_(sum(squares[1:], squares[0]).sqrt())
-        length = self.sizes[1]
-        for peak in largest_entries(slope):
-            length = torch.minimum(length, self.sizes[2] / peak.to(length.dtype))
-        end, also_fine = step(self._phi.x, slope, length, self._x_set)
+        length, longest = self.sizes[1], self.sizes[2]
+        way = slope
+        if self._clips_x:
+            most = longest / length
+            way = [part.clamp(-most.to(part.dtype), most.to(part.dtype)) for part in slope]
+        else:
+            for peak in largest_entries(slope):
+                length = torch.minimum(length, longest / peak.to(length.dtype))
+        end, also_fine = step(self._phi.x, way, length, self._x_set)
         fine = fine & also_fine
         if self._moves_x:
             move(self._phi.x, end, fine)
