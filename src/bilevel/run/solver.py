@@ -318,9 +318,10 @@ class Solver(Resumable):
         """A copy of the lower solution of the current x, in the structure of y0.
 
         A step fits y at x and then moves x, so :attr:`y` lags one step behind. This takes one more
-        step, as long as the last one, only to fit y at the current x, and then puts the run back
-        to where it was. It is :attr:`y` itself before the first step, where that extra step meets a
-        number that is not finite, and where the data is an iterator that cannot go back. (Any other
+        step, as long as the last one, only to fit y at the current x (and more steps of y where
+        their lengths are found), and then puts the run back to where it was. It is :attr:`y` itself
+        before the first step, where that meets a number that is not finite or, in one process, the
+        end of a GPU's memory, and where the data is an iterator that cannot go back. (Any other
         iterable of batches is not rewound: the batches of the extra step are used up.)
         """
         final = self.final_point()

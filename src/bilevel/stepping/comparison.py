@@ -48,9 +48,9 @@ class _Whole:
 
 @torch.no_grad()
 def compare(
-    objectives: Objectives, state: Iterate, rate: float, start: Tensor, taken: int
+    objectives: Objectives, state: Iterate, rate: float, start: Tensor, lower_steps: int
 ) -> tuple[float, float] | None:
-    """F at another x, ``start``, and at the present one, after a run of ``taken`` lower steps.
+    """F at another x, ``start``, and at the present one, after a run of so many lower steps.
 
     ``rate`` is one over the curvature of g; NaN: that is measured. The lower solution of the
     present x stays as it was found here. None: the data cannot be evaluated as a whole, or these
@@ -59,7 +59,7 @@ def compare(
     x, y, whole = state.x, state.solution, _whole(objectives, state)
     if whole is None:
         return None
-    most = int(CHECKED * taken / whole.cost)
+    most = int(CHECKED * lower_steps / whole.cost)
     after = _solve(objectives, state, whole, 1 / rate, most)
     if after is None:
         return None

@@ -30,13 +30,13 @@ MOST = 400
 
 
 @torch.no_grad()
-def fit(objectives: Objectives, state: Iterate, rate: float, taken: int) -> None:
-    """Move the lower solution to the average of further steps, after a run of ``taken`` of them.
+def fit(objectives: Objectives, state: Iterate, rate: float, lower_steps: int) -> None:
+    """Move the lower solution to the average of further steps, after a run of so many.
 
     Older ones count for less: the n-th has the weight n.
     """
     x, y, draw = state.x, state.solution, objectives.draw
-    steps = min(MOST, int(SHARE * taken))
+    steps = min(MOST, int(SHARE * lower_steps))
     known = draw.upper.probed and draw.lower.probed  # which can go back to where they are now
     if not (steps and known) or any(y.row_sparse):
         return

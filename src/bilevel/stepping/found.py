@@ -438,12 +438,12 @@ class FoundSizes(GivenSizes):
         episodic = isinstance(objectives.draw, EpisodicDraw)  # y is that of a few tasks
         if not solves or episodic or start is None or now is None:
             return None
-        taken = state.k * traits.inner_steps
+        lower_steps = state.k * traits.inner_steps
         # under noise the step of y is shorter than 1/L, which is therefore measured
         rate = math.nan if self._noisy else float(now.lower)
-        compared = compare(objectives, state, rate, start, taken)
+        compared = compare(objectives, state, rate, start, lower_steps)
         if compared is None and self._noisy:
-            fit(objectives, state, float(now.lower), taken)
+            fit(objectives, state, float(now.lower), lower_steps)
         return compared
 
     def step_of(self, state: Iterate) -> int:
