@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import bilevel
+from bilevel.errors import WorsenedWarning
 from bilevel.problem import FORWARD, Phi
 from bilevel.stepping.memory import Reference
 from bilevel.stepping.merit import SURE, Merits, merits_at, standard_error, surely_rose
@@ -59,10 +61,13 @@ def test_a_merit_that_falls_where_f_rises_is_not_followed(
     data: dict[str, Any] = {"lower_data": NEAR, "upper_data": FAR}
     if batch_size is not None:
         data["batch_size"] = batch_size
-    found = bilevel.minimize(task.problem, x0, torch.zeros(4), steps=200, **data)
-    best = task.value(torch.tensor(20.0))
-    # the rest is what the noise of minibatches hides
-    assert task.value(found.x) < max(1.1 * best, best + 0.1 * (task.value(x0) - best))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = bilevel.minimize(task.problem, x0, torch.zeros(4), steps=200, **data)
+    best, end = task.value(torch.tensor(20.0)), task.value(found.x)
+    # the rest is what the noise of minibatches hides, until all samples are evaluated at the end
+    assert end < max(1.1 * best, best + 0.1 * (task.value(x0) - best))
+    assert [each.category for each in said] == [WorsenedWarning] * (end > 1.01 * task.value(x0))
 
 
 def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
