@@ -87,7 +87,9 @@ def test_lower_steps_follow_their_path_where_there_is_more_than_one() -> None:
         assert not draw.upper.deterministic
         assert not draw.sweeps
         solver.step()
-        assert (solver.state.policy.accelerated is not None) is renewed
+        steps = solver.state.policy.accelerated
+        assert (steps is not None) is renewed
+        assert steps is None or steps.most == method.inner_steps  # what is left the next cannot do
         elsewhere: Any = on_ranks(draw, [])
         assert not elsewhere.renewed  # other ranks hold other tasks
 

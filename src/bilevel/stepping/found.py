@@ -42,11 +42,9 @@ step grows or x rests.
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
 a test sees only what the probe shows, no entry of x moves by more in a step than four times the
 median of all, or four units if that is more: what would is cut off, or, where the set of x ties
-entries together, the whole step is shortened.
-Where a minibatch reaches few entries of x, a direction is of several
-(:mod:`bilevel.stepping.reach`).
-
-*The multiplier*, unless one is given, is found too (:mod:`bilevel.stepping.curvature`).
+entries together, the whole step is shortened. Where a minibatch reaches few entries of x, a
+direction is of several (:mod:`bilevel.stepping.reach`). The multiplier, unless one is given, is
+found too (:mod:`bilevel.stepping.curvature`).
 """
 
 from __future__ import annotations
@@ -153,6 +151,8 @@ class FoundSizes(GivenSizes):
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
             self.accelerated = None if self._noisy else self._path
+            if self.accelerated and objectives.draw.renewed:
+                self.accelerated.most = self._traits.inner_steps  # the next has other tasks
             each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
             self._metric.active = each and not self._noisy
         if self._start is None:
