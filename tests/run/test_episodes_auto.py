@@ -77,7 +77,7 @@ def test_the_steps_of_y_are_those_of_the_tasks_of_the_step(method: Any, start: s
         assert 0.5 < float(moved.norm() / exact.norm()) < 2
 
 
-def test_lower_steps_follow_their_path_where_there_is_more_than_one() -> None:
+def test_lower_steps_are_plain_and_count_on_the_tasks_of_the_step() -> None:
     """Within an outer step nothing is sampled; from one to the next everything is."""
     data = bilevel.Episodes(quadratics(TASKS), tasks=2)
     for method, renewed in ((bilevel.F2SA(), True), (bilevel.F3SA(), False)):
@@ -87,9 +87,7 @@ def test_lower_steps_follow_their_path_where_there_is_more_than_one() -> None:
         assert not draw.upper.deterministic
         assert not draw.sweeps
         solver.step()
-        steps = solver.state.policy.accelerated
-        assert (steps is not None) is renewed
-        assert steps is None or steps.most == method.inner_steps  # what is left the next cannot do
+        assert solver.state.policy.accelerated is None
         elsewhere: Any = on_ranks(draw, [])
         assert not elsewhere.renewed  # other ranks hold other tasks
 
@@ -127,32 +125,38 @@ def test_a_run_on_found_steps_is_resumed_to_the_same_bits(method: str, start: st
     assert all(torch.equal(a, b) for a, b in zip(whole.y, again.y, strict=True))
 
 
+@pytest.mark.slow
 def test_tasks_of_sines_by_a_last_layer() -> None:
-    """The few-shot learning of learn2learn's ANIL, where nothing is set."""
-    torch.manual_seed(0)
-    body = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.ReLU())
-    x0 = torch.nn.ModuleDict({"body": body, "head": torch.nn.Linear(32, 1)})
+    """The few-shot learning of learn2learn's ANIL, where nothing is set: f falls to about 0.8.
+
+    With steps of y for the noise of other tasks it falls to 1.4, with accelerated ones to 1.8.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x0 = {"a": normal(1, 32), "b": normal(32), "c": normal(32, 32) / 6, "d": normal(32)}
+    x0["head"] = normal(32, 1) / 6
 
     def task(generator: torch.Generator) -> Any:
-        size, phase = 0.5 + 2 * torch.rand(2, generator=generator)
-        inputs = 10 * torch.rand(2, 10, 1, generator=generator) - 5
-        targets = size * (inputs + math.pi * phase).sin()
-        return (inputs[0], targets[0]), (inputs[1], targets[1])
+        size = 0.1 + 4.9 * torch.rand(1, generator=generator)
+        phase = math.pi * torch.rand(1, generator=generator)
+        inputs = 10 * torch.rand(20, 1, generator=generator) - 5
+        targets = size * (inputs + phase).sin()
+        return (inputs[:10], targets[:10]), (inputs[10:], targets[10:])
 
-    def upper(x: Any, y: Any, batch: Any) -> Tensor:
-        return torch.nn.functional.mse_loss(y(x["body"](batch[0])), batch[1])
+    def upper(x: Any, y: Tensor, batch: Any) -> Tensor:
+        features = (((batch[0] @ x["a"] + x["b"]).tanh()) @ x["c"] + x["d"]).tanh()
+        return ((features @ y - batch[1]) ** 2).mean()
 
-    def lower(x: Any, y: Any, batch: Any) -> Tensor:
-        pairs = zip(y.parameters(), x["head"].parameters(), strict=True)
-        away = [((a - b) ** 2).sum() for a, b in pairs]
-        return upper(x, y, batch) + 0.05 * torch.stack(away).sum()
+    def lower(x: Any, y: Tensor, batch: Any) -> Tensor:
+        return upper(x, y, batch) + 0.01 * ((y - x["head"]) ** 2).sum()
 
-    episodes = bilevel.Episodes(task, tasks=4, start=lambda x: x["head"])
-    result = bilevel.minimize(
-        bilevel.Problem(upper, lower), x0, x0["head"], steps=30, data=episodes
-    )
-    # a ridge regression in 32 features, of which ten plain steps leave 0.7
-    assert result.history["lower"].mean() < 0.45
+    episodes = bilevel.Episodes(task, tasks=8, start=lambda x: x["head"])
+    problem = bilevel.Problem(upper, lower)
+    result = bilevel.minimize(problem, x0, x0["head"], steps=400, seed=1, data=episodes)
+    assert result.history["upper"][-100:].mean() < 1.0 < result.history["upper"][:50].mean()
 
 
 def test_steps_that_x_holds_are_not_called_too_long() -> None:

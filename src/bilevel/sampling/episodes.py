@@ -49,10 +49,9 @@ class Episodes:
     ``upper_data``, ``lower_data`` and ``batch_size``. On several ranks each has tasks of its own.
     ``upper_lr="auto"`` is ``torch.optim.Adam`` with a learning rate of 1e-3 here: whether a step of
     x was good cannot be tested on tasks that are gone. ``lower_lr="auto"`` measures the curvature
-    of each step's tasks; F2SA's inner steps, T at most, are accelerated, as where nothing is
-    sampled. F3SA takes one inner step per outer step; its momentum needs start="warm", and starts
-    afresh with every new y. BOME, MEHA, VPBGD, SOBA and MASOBA fit y over many outer steps, and
-    take start="warm" alone.
+    of each step's tasks, and takes T plain steps. F3SA takes one inner step per outer step; its
+    momentum needs start="warm", and starts afresh with every new y. BOME, MEHA, VPBGD, SOBA and
+    MASOBA fit y over many outer steps, and take start="warm" alone.
 
     Example:
         >>> import torch, bilevel

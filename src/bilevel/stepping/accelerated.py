@@ -58,11 +58,10 @@ class AcceleratedSteps:
     Attributes:
         rate: the length of the last step.
         settled: whether little was left of the gradients at the last evaluation.
-        most: the most inner steps of an outer step.
     """
 
     def __init__(self, inner_steps: int) -> None:
-        self.most = LONGEST * inner_steps
+        self._most = LONGEST * inner_steps
         self.rate = math.nan
         self.settled = False
         self._signal = 0.0
@@ -88,7 +87,7 @@ class AcceleratedSteps:
     @property
     def done(self) -> bool:
         """Whether no further inner step is worth its cost."""
-        return self.settled or self._taken >= self.most
+        return self.settled or self._taken >= self._most
 
     @torch.no_grad()
     def move(self, moves: Sequence[Moving]) -> None:

@@ -150,9 +150,9 @@ class FoundSizes(GivenSizes):
         look, self.returned, self.undecided = self._look_is_due(state), False, False
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
-            self.accelerated = None if self._noisy else self._path
-            if self.accelerated and objectives.draw.renewed:
-                self.accelerated.most = self._traits.inner_steps  # the next has other tasks
+            # tasks of episodes are gone before combined steps have paid for themselves
+            plain = self._noisy or objectives.draw.renewed
+            self.accelerated = None if plain else self._path
             each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
             self._metric.active = each and not self._noisy
         if self._start is None:
