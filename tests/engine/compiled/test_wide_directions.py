@@ -82,3 +82,22 @@ def test_a_state_brings_its_choice_along() -> None:
     evaluator(other)
     assert len(TARGETS) == 20
     assert torch.equal(run.x, other.x)
+
+
+@graphs
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_an_entry_that_is_not_finite_is_not_cut_off_but_told(bad: float) -> None:
+    compiled = solver(F2SA(inner_steps=3), compile=True)
+    with torch.enable_grad():
+        compiled.step()
+    pieces: Any = evaluator(compiled)._pieces
+    pieces.sizes[1:3] = torch.tensor([1.0, 4.0])  # the step of x, and how far an entry may move
+    fine = torch.ones((), dtype=torch.bool)
+    slope = torch.full_like(compiled.x, 100.0)
+    before = compiled.x
+    assert bool(pieces._finish([slope], fine))
+    torch.testing.assert_close(compiled.x, before - 4)
+    slope[3] = bad
+    assert not bool(pieces._finish([slope], fine))
+    torch.testing.assert_close(compiled.x, before - 4)

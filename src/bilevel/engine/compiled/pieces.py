@@ -214,6 +214,8 @@ class Pieces:
         if self._clips_x:
             most = longest / length
             way = [part.clamp(-most.to(part.dtype), most.to(part.dtype)) for part in slope]
+            for peak in largest_entries(slope):  # what is cut off is finite, whatever it was
+                fine = fine & torch.isfinite(peak)
         else:
             for peak in largest_entries(slope):
                 length = torch.minimum(length, longest / peak.to(length.dtype))
