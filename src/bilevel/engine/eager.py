@@ -20,6 +20,7 @@ from bilevel.errors import NonFiniteError, ObjectiveError
 from bilevel.methods import Descent, Evaluator, Info, Move, State
 from bilevel.methods.evaluator import Step
 from bilevel.problem import Evaluation, Level, Metrics, Number, Phi, Problem, Term, scaled
+from bilevel.problem.phi import objective_of
 from bilevel.sampling import Draw, Rewind, Sample
 from bilevel.stepping import GivenSizes, Update
 from bilevel.variables import (
@@ -362,7 +363,7 @@ class EagerEvaluator(Evaluator):
             if of_g is not None and term.level is Level.LOWER:
                 yield next(of_g)
                 continue
-            yield term.level.of(self)(x, term.y, term.batch)
+            yield objective_of(term.level, self)(x, term.y, term.batch)
 
     def _of_g_at_once(self, x: Variable, terms: Sequence[Term]) -> Iterator[Tensor] | None:
         if self._execution.accumulate or not isinstance(self.problem, JoinsCopies):

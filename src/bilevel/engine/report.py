@@ -13,6 +13,7 @@ from torch import Tensor
 from bilevel.engine.finite import FiniteCheck
 from bilevel.methods import Info, State
 from bilevel.problem import Level, Metrics, Number, Objectives, Term
+from bilevel.problem.phi import batch_of, objective_of
 from bilevel.sampling import Sample
 from bilevel.variables import values_only
 
@@ -113,10 +114,10 @@ class Report:
         """Evaluate the reported terms that are not ``known``, without a trace in the run."""
         x = self._state.x
         for term in wanted(self._state):
-            batch, share = term.level.on(sample)
+            batch, share = batch_of(term.level, sample)
             if term.key in known or not share:
                 continue
-            objective = term.level.of(self._objectives)
+            objective = objective_of(term.level, self._objectives)
             # neither the buffers nor the random state of the run may move with a report
             cuda = [x.device] if x.device.type == "cuda" else []
             with values_only(x, term.y), torch.random.fork_rng(cuda):

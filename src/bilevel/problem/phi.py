@@ -41,15 +41,18 @@ class Level(Enum):
     UPPER = "upper"
     LOWER = "lower"
 
-    def on(self, sample: Sample) -> tuple[Any, float]:
-        """The batch of this objective in a sample, and its share of a larger batch."""
-        if self is Level.UPPER:
-            return sample.upper, sample.upper_share
-        return sample.lower, sample.lower_share
 
-    def of(self, objectives: Objectives) -> Callable[..., Tensor]:
-        """This one of the two, as they are evaluated there."""
-        return objectives.f if self is Level.UPPER else objectives.g
+# No methods of Level: PyTorch 2.11 cannot trace a method of a constant.
+def batch_of(level: Level, sample: Sample) -> tuple[Any, float]:
+    """The batch of that objective in a sample, and its share of a larger batch."""
+    if level is Level.UPPER:
+        return sample.upper, sample.upper_share
+    return sample.lower, sample.lower_share
+
+
+def objective_of(level: Level, objectives: Objectives) -> Callable[..., Tensor]:
+    """That one of the two objectives, as they are evaluated there."""
+    return objectives.f if level is Level.UPPER else objectives.g
 
 
 class Term(NamedTuple):

@@ -12,6 +12,7 @@ from bilevel.engine.eager import EagerEvaluator
 from bilevel.engine.report import wanted
 from bilevel.methods import Descent, State
 from bilevel.problem import Evaluation, Level, Projection, Term
+from bilevel.problem.phi import batch_of, objective_of
 from bilevel.sampling import Sample
 from bilevel.stepping import GivenSizes
 from bilevel.variables import Variable, largest_entries, longest_step
@@ -140,9 +141,10 @@ class Pieces:
         sample = self._samples(samples)[0]
         with torch.no_grad():
             for term in self.missing:
-                batch, share = term.level.on(sample)
+                batch, share = batch_of(term.level, sample)
                 if share:
-                    value = share * term.level.of(self._evaluator)(self._phi.x, term.y, batch)
+                    objective = objective_of(term.level, self._evaluator)
+                    value = share * objective(self._phi.x, term.y, batch)
                     self._report_term(term, value)
                     self.fine.logical_and_(torch.isfinite(value))
 
