@@ -119,6 +119,7 @@ class FoundSizes(GivenSizes):
         self._metric = Metric()
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
+        self._noisy_below = False
         self._numbers = Numbers(window=self._unit)
         self._start: Tensor | None = None
         self._reference: Reference | None = None
@@ -151,8 +152,7 @@ class FoundSizes(GivenSizes):
         if self._noisy is None:
             self._noisy = is_noisy(objectives, state)
             # tasks of episodes are gone before combined steps have paid for themselves
-            plain = self._noisy or objectives.draw.renewed
-            self.accelerated = None if plain else self._path
+            self.accelerated = None if self._noisy or objectives.draw.renewed else self._path
             each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
             self._metric.active = each and not self._noisy
         if self._start is None:
@@ -221,6 +221,7 @@ class FoundSizes(GivenSizes):
             of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
             slopes = [slope(y) for slope in of_g]
             if len(slopes) > 1:
+                self._noisy_below = not torch.equal(*slopes)
                 n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
             # the same slopes again, since another would draw other numbers at random
             g.refine(mean_of(of_g), y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
@@ -277,15 +278,14 @@ class FoundSizes(GivenSizes):
         upper = self._tested(state, direction, found)
         if not self.returned:
             self._rested = [] if upper else found.lower
-        if upper or self.returned:
-            n.resting = False
+        n.resting = n.resting and not (upper or self.returned)
         return upper
 
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
         n, merits, value, noisy = self._numbers, found.values, found.mean, bool(self._noisy)
-        # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches
-        near = noisy or found.gap >= -TOLERATED * abs(found.upper)
+        # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches of g
+        near = self._noisy_below or found.gap >= -TOLERATED * abs(found.upper)
         rests = self.accelerated is None or self.accelerated.settled
         settled = near and (self._settled[1] if self._settled else rests)
         before = self._reference
