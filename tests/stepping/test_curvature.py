@@ -15,6 +15,7 @@ from bilevel.sampling import indexed
 from bilevel.stepping.curvature import (
     Curvature,
     difference,
+    has_kinks,
     mean_slope,
     probed_slopes,
     slope_of,
@@ -194,3 +195,19 @@ def test_the_first_look_takes_few_evaluations() -> None:
     assert seen.count(40) >= 8
     # the inner steps, what x and its test see; none of it is eight times eight
     assert seen.count(5) < 64
+
+
+@pytest.mark.parametrize(
+    ("g", "kinked"),
+    [
+        (lambda y: (torch.tensor([1e4, 1.0, 1e-4]) * y**2).sum(), False),
+        (lambda y: y.exp().sum(), False),
+        (lambda y: (y**4).sum(), False),
+        (lambda y: (y**2 + 0.3 * y.abs()).sum(), True),
+        (lambda y: torch.relu(1 - y * torch.tensor([1.0, -0.5, 1.0])).sum() + (y**2).sum(), True),
+    ],
+)
+def test_kinks_are_told_from_curvature(g: Any, kinked: bool) -> None:
+    """The last number of y is at the kink of |y|, the first two at that of the hinge."""
+    x, y = Variable.copy_of(torch.zeros(1), "x"), Variable.copy_of(torch.tensor([1, -2.0, 0]), "y")
+    assert has_kinks(slope_of(lambda x, y, b: g(y.value), x, [None]), y) is kinked

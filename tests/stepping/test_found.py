@@ -291,3 +291,16 @@ def test_the_gap_below_zero_is_no_noise_where_g_has_none() -> None:
     )
     assert result.outcome is bilevel.Outcome.COMPLETED
     assert upper(result.x, result.y, (rows, labels)) < 0.3
+
+
+def test_y_steps_over_kinks_where_its_copies_hardly_ever_settle() -> None:
+    """The weights are to take y to (.4, -1.4, 0). y starts at its kinks, where it used to stay."""
+    centre, target = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.4, -1.4, 0.0])
+    problem = bilevel.Problem(
+        lambda x, y, batch: 0.5 * ((y - target) ** 2).sum(),
+        lambda x, y, batch: 0.5 * ((y - centre) ** 2).sum() + (x.exp() * y.abs()).sum(),
+    )
+    result = bilevel.minimize(problem, torch.full((3,), -3.0), torch.zeros(3), steps=150)
+    solution = centre.sign() * (centre.abs() - result.x.exp()).clamp(min=0)  # in closed form
+    assert 0.5 * ((solution - target) ** 2).sum() < 0.01  # 0.41 at the start
+    assert torch.allclose(result.y, solution, atol=0.05)

@@ -185,15 +185,16 @@ class Curvature:
         may hold an outlier, both are followed halfway.
         """
         here = slope(y) if here is None else here
-        of_y, of_slope = norm_of(y), length(here)
-        found = largest = self.value
+        of_y, of_slope, unit = norm_of(y), length(here), math.sqrt(len(here))
+        found = largest = most = self.value
         for _ in range(steps):
             # At the start the scale of y is not known; the first estimate of L gives it. Power
             # iterations do not lower an estimate, unless it is rounding, where there is no
-            # curvature: then the scale would grow without limit.
-            largest = max(largest, found)
+            # curvature: then the scale would grow without limit. Nor do they raise it by more than
+            # the root of n, from a random vector, unless it is a kink: then it would shrink to 0.
+            largest = min(max(largest, found), most) if most else found
+            most = most or unit * found
             scale = max(of_y, of_slope / largest if largest else 0.0)
-            unit = math.sqrt(len(here))
             if scale <= 10 * torch.finfo(here.dtype).eps * unit:  # y = 0, and solves the level
                 scale = unit
             image = difference(slope, y, here, self._vector, scale, WAY_OF_A_STEP)
@@ -239,10 +240,13 @@ class Curvature:
         self._vector = state["vector"].to(self._vector, copy=True)
 
 
-def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: int = 8) -> float:
+def steepest_curvature(
+    slope: Slope, y: Variable, *, shift: float = 0.0, steps: int = 8, share: float | None = None
+) -> float:
     """The eigenvalue of the Hessian minus ``shift`` that is largest in size, with its sign.
 
-    It is found by power iterations from a fixed random vector; 0 where there is no curvature.
+    It is found by power iterations from a fixed random vector, on differences over a ``share`` of
+    y; 0 where there is no curvature.
     """
     here, generator = slope(y), torch.Generator().manual_seed(0)
     vector = torch.randn(len(here), generator=generator, device="cpu").to(here)
@@ -250,13 +254,27 @@ def steepest_curvature(slope: Slope, y: Variable, *, shift: float = 0.0, steps: 
     found = 0.0
     for _ in range(steps):
         vector /= length(vector)
-        image = difference(slope, y, here, vector, scale).sub_(vector, alpha=shift)
+        image = difference(slope, y, here, vector, scale, share).sub_(vector, alpha=shift)
         size = length(image)
         if not (size > 0 and math.isfinite(size)):
             return found
         found = math.copysign(size, float(vector @ image))
         vector = image
     return found
+
+
+def has_kinks(slope: Slope, y: Variable) -> bool:
+    """Whether the curvature over a hundredth of y is another than over a hundredth of that.
+
+    Over the longer way a step crosses kinks that the shorter one misses, or crosses as well: then
+    it looks up to a hundred times as steep.
+    """
+
+    def steepest(way: float) -> float:  # a kink may lie on one side only
+        return max(abs(steepest_curvature(slope, y, share=sign * way)) for sign in (1, -1))
+
+    coarse, fine = steepest(WAY_OF_A_STEP), steepest(WAY_OF_A_STEP**2)
+    return max(coarse, fine) > 2 * min(coarse, fine)
 
 
 def first_multiplier(g: float, f: float, y: Variable, of_g: Tensor, of_f: Tensor) -> float:
@@ -286,7 +304,9 @@ def raised_multiplier(
     now: float, slope: Slope, y: Variable, z: Variable, curvatures: list[Curvature], least: float
 ) -> float:
     """The multiplier with which f, of that slope, keeps it from z to y; raised at ``least``."""
+    rewind = Rewind(y.device)
     wanted = max(change_within(slope, y, z) / SLOPE_CHANGE, least)
+    rewind()
     most = largest_multiplier(now, y, z, *(curvature.value for curvature in curvatures))
     return min(now * min(wanted, 10.0), most) if math.isfinite(wanted) else now
 

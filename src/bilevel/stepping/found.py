@@ -3,19 +3,19 @@
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
 step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
-the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.accelerated`). Where the
-gradients of two samples disagree, what is left to gain is hidden in the noise; the step is then
-divided by sqrt(1 + n/10), where n counts the steps in that condition, and at the end of a run y is
-fitted to the last x (:mod:`bilevel.stepping.fitting`). It is halved for good where g rises at the
-lower solution while x rests, and y goes back: before x has moved, to the last look or to the start.
+the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.accelerated`), unless they
+hardly ever settle because g has kinks: then y and x go on as under noise, for steps over kinks are
+as good as drawn. Where the gradients of two samples disagree, the step of y is divided by
+sqrt(1 + n/10), where n counts the steps in that condition, and at the end of a run y is fitted to
+the last x (:mod:`bilevel.stepping.fitting`). It is halved for good where g rises at the lower
+solution while x rests, and y goes back: before x has moved, to the last look or to the start.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
-solution for methods without a Phi. Errors of y and z change Phi to second order only, but f to the
-first, so that where nothing is sampled y is then solved further (:mod:`bilevel.stepping.settling`).
-Under noise the merit is the mean over a fixed probe of up to eight batches, larger than minibatches
-where that takes no longer, and the differences on each say how sure it is. The test is failed in
-each of these cases:
+solution for methods without a Phi, for which y is solved further where nothing is sampled
+(:mod:`bilevel.stepping.settling`). Under noise the merit is the mean over a fixed probe of up to
+eight batches, larger than minibatches where that takes no longer, and the differences on each say
+how sure it is. The test is failed in each of these cases:
 
 - the merit rose by more than a tenth of what the direction had promised (but of no more than the
   merit itself), beyond three standard errors and what it drifts by while x rests;
@@ -31,20 +31,17 @@ After a failure x and all copies of y go back there, and x rests for one outer s
 merit is measured anew. If the step has failed against that too, it is shortened: to the minimum of
 the parabola through the two values and the slope, between a tenth and a half.
 
-After a window that passed, x takes the secant step ||s||^2 / <s, d' - d>, where d and d' are the
-directions at the two ends and s the way between them, but no step is more than twice as long as the
-last. Without noise each entry of x has its own unit (:mod:`bilevel.stepping.metric`). Under noise
-the step doubles where the merit fell by more than its standard error, and else shrinks, by a fifth
-in 64 steps: what x gains is then no more than what noise takes. It is at least a thousandth of the
-first, so that unlucky tests cannot end a run. Windows double up to 64 steps, but up to 8 while the
-step grows or x rests.
+After a window that passed, x takes the secant step ||s||^2 / <s, d' - d> over the way s between the
+directions d and d', at most twice as long as the last; each entry of x has its own unit
+(:mod:`bilevel.stepping.metric`). Under noise the step doubles where the merit fell by more than its
+standard error, and else shrinks, by a fifth in 64 steps: what x gains is then no more than what
+noise takes. Windows double up to 64 steps, but up to 8 while the step grows or x rests.
 
-The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise, where
-a test sees only what the probe shows, no entry of x moves by more in a step than four times the
-median of all, or four units if that is more: what would is cut off, or, where the set of x ties
-entries together, the whole step is shortened. Where a minibatch reaches few entries of x, a
-direction is of several (:mod:`bilevel.stepping.reach`). The multiplier, unless one is given, is
-found too (:mod:`bilevel.stepping.curvature`).
+The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise no
+entry of x moves by more in a step than four times the median of all, or four units if that is more:
+what would is cut off, or, where the set of x ties entries together, the whole step is shortened.
+How many minibatches a direction is of is told by :mod:`bilevel.stepping.reach`, and the multiplier,
+unless one is given, by :mod:`bilevel.stepping.curvature`.
 """
 
 from __future__ import annotations
@@ -59,20 +56,20 @@ from torch import Tensor
 
 from bilevel.errors import StateError
 from bilevel.problem import Level, Objectives, Phi
-from bilevel.sampling import EpisodicDraw, Rewind
+from bilevel.sampling import Rewind
 from bilevel.stepping.accelerated import AcceleratedSteps
-from bilevel.stepping.comparison import compare
 from bilevel.stepping.curvature import (
     Curvature,
     Slope,
     cosine,
     first_multiplier,
+    has_kinks,
     mean_of,
     mean_slope,
     probed_slopes,
     raised_multiplier,
 )
-from bilevel.stepping.fitting import fit
+from bilevel.stepping.ending import conclude
 from bilevel.stepping.flat import warn_if_flat
 from bilevel.stepping.memory import LATER_RESTS, MOST_RESTS, Numbers, Reference, reference_at
 from bilevel.stepping.merit import (
@@ -150,7 +147,7 @@ class FoundSizes(GivenSizes):
         n = self._numbers
         look, self.returned, self.undecided = self._look_is_due(state), False, False
         if self._noisy is None:
-            self._noisy = is_noisy(objectives, state)
+            self._noisy = self._numbers.kinked or is_noisy(objectives, state)
             # tasks of episodes are gone before combined steps have paid for themselves
             self.accelerated = None if self._noisy or objectives.draw.renewed else self._path
             each = self._unit == 1 and state.x_update.entrywise  # every step of x is tested
@@ -196,8 +193,8 @@ class FoundSizes(GivenSizes):
         sizes = self._shortened(StepSizes(lower, penalty, upper, multiplier))
         self._changes = False
         if self.accelerated is not None:
-            signal = self._signal / float(multiplier)
-            self.accelerated.begin(float(sizes.lower), signal, goes_on=n.resting)
+            pull = self._signal / float(multiplier)
+            self.accelerated.begin(float(sizes.lower), pull, goes_on=n.resting)
 
     def _measure(self, objectives: Objectives, state: Iterate) -> None:
         """The curvatures, the multiplier that they ask for, and how noisy the lower level is."""
@@ -242,9 +239,7 @@ class FoundSizes(GivenSizes):
         slope = self._slope_of_f
         assert slope is not None, "a look comes before every test"
         now = float(self.current.multiplier) if self.current is not None else state.multiplier
-        rewind = Rewind(state.x.device)
         raised = raised_multiplier(now, slope, y, z, self._curvatures, least)
-        rewind()
         if not raised > now:
             return False
         self._contract(state, now / raised)
@@ -272,6 +267,10 @@ class FoundSizes(GivenSizes):
             n.brake *= 2
             if not self._put_back(state):
                 self._rested = found.lower
+            n.measure_anew()
+            return 0.0
+        if self._meets_kinks(objectives, state):
+            self._noisy = None  # which is known anew, and otherwise, in the next step
             n.measure_anew()
             return 0.0
         n.resting = True
@@ -320,8 +319,8 @@ class FoundSizes(GivenSizes):
         # what y may have left to fall is of the order of the gap
         excused = min(n.promised, abs(found.gap) if found.multiplier else math.inf)
         follows = not self._settled and slope <= 0.8 * n.promised and rise <= excused
-        if rose and len(rises) == 1 and follows:
-            rose = False  # the slope at the end says that the rise is an error of y (Hager, Zhang)
+        # the slope at the end says that the rise is an error of y (Hager, Zhang)
+        rose = rose and not (len(rises) == 1 and follows)
         if rose or steeper or lags:
             n.uncertain = SURE * error
             return self._go_back(state, value if rose and not (lags or steeper) else math.inf)
@@ -336,10 +335,17 @@ class FoundSizes(GivenSizes):
         else:
             n.learn_from_secant(way, before.direction, direction, self._metric.units)
         n.returns, n.drift = 0, n.drift / 2
-        slow = not noisy and -rise < TOLERATED * found.gap
-        if slow and self._raise_multiplier(state, least=2.0):
+        if not noisy and -rise < TOLERATED * found.gap and self._raise_multiplier(state, least=2.0):
             return 0.0
         return self._go_on(state, direction, found, settled, keep=bool(rises) and rise >= -error)
+
+    def _meets_kinks(self, objectives: Objectives, state: Iterate) -> bool:
+        """Whether the copies hardly ever settle because g has kinks."""
+        n, path = self._numbers, self.accelerated
+        known = self._settled[1] if self._settled else path is None or path.settled
+        if not self._noisy and n.seldom_settles(known):
+            n.kinked = has_kinks(mean_slope(objectives, state.x, Level.LOWER, 0), state.solution)
+        return n.kinked and not self._noisy
 
     def _measured(self, state: Iterate, direction: Tensor, found: Merits, settled: bool) -> float:
         """The step of x where the merit is measured anew: none until it stays as it is."""
@@ -433,18 +439,12 @@ class FoundSizes(GivenSizes):
         self._closing = self._tests
 
     def conclude(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
-        start, now, traits = self._start, self.current, self._traits
-        solves = self._tests and self._curvatures and traits.settles
-        episodic = isinstance(objectives.draw, EpisodicDraw)  # y is that of a few tasks
-        if not solves or episodic or start is None or now is None:
+        start, now, noisy = self._start, self.current, bool(self._noisy)
+        ends = self._curvatures and self._tests and self._traits.settles
+        if not ends or start is None or now is None:
             return None
-        lower_steps = state.k * traits.inner_steps
-        # under noise the step of y is shorter than 1/L, which is therefore measured
-        rate = math.nan if self._noisy else float(now.lower)
-        compared = compare(objectives, state, rate, start, lower_steps)
-        if compared is None and self._noisy:
-            fit(objectives, state, float(now.lower), lower_steps)
-        return compared
+        taken = state.k * self._traits.inner_steps
+        return conclude(objectives, state, float(now.lower), start, taken, noisy)
 
     def step_of(self, state: Iterate) -> int:
         there, start, x = self._reference, self._start, flatten(state.x.leaves)

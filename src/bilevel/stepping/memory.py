@@ -63,6 +63,8 @@ class Numbers:
         multiplier: the raised one.
         steepness: the curvature that the lower steps meet.
         returns: how often x went back since a window last passed.
+        unsettled: at how many more looks the copies of y had not settled than had.
+        kinked: whether g was then found to have kinks.
         measuring: whether x rests until its merit is known.
         resting: whether neither x nor y was moved since the last inner step.
     """
@@ -85,6 +87,8 @@ class Numbers:
     multiplier: float = 0.0
     steepness: float = 0.0
     returns: int = 0
+    unsettled: int = 0
+    kinked: bool = False
     measuring: bool = True
     resting: bool = False
 
@@ -108,6 +112,11 @@ class Numbers:
         """The merit is another one from now on: measure it before x moves again."""
         self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS
         self.last = self.failed = math.nan
+
+    def seldom_settles(self, settled: bool) -> bool:
+        """Count a look; whether the copies of y had not settled at many more than they had."""
+        self.unsettled = max(0, self.unsettled % MOST_RESTS + (-1 if settled else 1))
+        return self.unsettled == MOST_RESTS
 
     def look_is_due(self, unit: int) -> bool:
         """Whether the next outer step, of which ``unit`` count as one, ends a window.
