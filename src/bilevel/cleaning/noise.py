@@ -18,6 +18,7 @@ class. T and s maximise the likelihood of the given labels, by expectation maxim
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +34,8 @@ MISSING = -1
 
 _LEAST_PART = 1 / 2  # of the wrong labels follow the features; with fewer, qualities are too high
 _ITERATIONS = 100
+_PARTS = 0.0, 0.5  # of confusions, which may be of classes that overlap, beside wrong labels
+_ROUGHLY = 6  # iterations; more change the log of odds by less than chance does
 _TOLERANCE = 1e-3
 _MOST_SAMPLES = 5_000
 _PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
@@ -100,14 +103,12 @@ class Pool:
         coefficients: one for each model, not negative.
         bias: one for each class.
         loss: the cross entropy on the samples to which the pool was fitted, if trusted ones were.
-        freedom: how many numbers these samples determine, rather than the prior.
         sharpness: the factor with which each model by itself fits these samples best.
     """
 
     coefficients: Array
     bias: Array
     loss: float = float("nan")
-    freedom: float = float("nan")
     sharpness: Array | None = None
 
     def logits(self, models: list[Array]) -> Array:
@@ -156,20 +157,7 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     found, _ = minimised(objective, start, bounded=len(models))
     a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
-    loss, freedom = cross_entropy(logits, labels), _freedom(Z, softmax(logits))
-    return Pool(a * sharpness, c, loss, freedom, sharpness)
-
-
-def _freedom(Z: list[Array], p: Array) -> float:
-    """The trace of H (H + prior)^-1, with H the curvature of the loss by a and c.
-
-    By so many nats the loss on the samples of the fit is lower than on others, in expectation.
-    """
-    by_a = [p * (z - (p * z).sum(1, keepdims=True)) for z in Z]
-    corner = np.array([[float((d * z).sum()) for z in Z] for d in by_a])
-    side = np.array([d.sum(0) for d in by_a])
-    H = np.block([[corner, side], [side.T, np.diag(p.sum(0)) - p.T @ p]])
-    return float(np.trace(np.linalg.solve(H + PRECISION * np.eye(len(H)), H)))
+    return Pool(a * sharpness, c, cross_entropy(logits, labels), sharpness)
 
 
 @dataclass(frozen=True)
@@ -263,50 +251,133 @@ def separated(logits: Array, labels: Array) -> Pool:
     """
     every = -(-len(labels) // _MOST_SAMPLES)
     some, given = logits[::every], labels[::every]
-    classes = logits.shape[1]
-    identity = np.eye(classes)
-    onehot = identity[given]
-    T = 0.8 * identity + 0.2 / classes
     sharpness, _ = fit_sharpness(some, given)
-    z = sharpness * some
-    link = np.concatenate([[1.0], np.zeros(classes)])
-
-    def objective(v: Array, q: Array) -> tuple[float, Array]:
-        log_p = log_softmax(v[0] * z + v[1:])
-        slope = np.exp(log_p) - q
-        loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
-        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
-        return loss / len(given), gradient / len(given)
-
-    for _ in range(_ITERATIONS):
-        before = T, link[0]
-        p = softmax(link[0] * z + link[1:])
-        for _ in range(3):  # T converges more slowly than the link, and costs less
-            q = p * T[:, given].T
-            q /= q.sum(1, keepdims=True) + 1e-300
-            counts = q.T @ onehot + PRECISION * identity
-            T = counts / counts.sum(1, keepdims=True)
-        link, _ = minimised(objective, link, (q,), bounded=1, steps=5)
-        if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
-            break
+    link = _Confused(sharpness * some, given, len(given)).link
     return Pool(link[:1] * sharpness, link[1:])
 
 
+class _Confused:
+    """Labels that follow p T, p = softmax(a z + c), and some last ones of which half may.
+
+    Args:
+        z: the logits.
+        labels: the labels.
+        reached: how many of the first labels T has reached.
+        least: classes of which fewer labels than this share are wrong have none.
+        iterations: of expectation maximisation, at most.
+    """
+
+    def __init__(
+        self,
+        z: Array,
+        labels: Array,
+        reached: int,
+        least: float = 0.0,
+        iterations: int = _ITERATIONS,
+    ) -> None:
+        classes = z.shape[1]
+        identity = np.eye(classes)
+        wanted = identity[labels]
+        T, link = 0.8 * identity + 0.2 / classes, np.concatenate([[1.0], np.zeros(classes)])
+
+        def objective(v: Array, q: Array) -> tuple[float, Array]:
+            log_p = log_softmax(v[0] * z + v[1:])
+            slope = np.exp(log_p) - q
+            loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
+            gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
+            return loss / len(z), gradient / len(z)
+
+        for _ in range(iterations):
+            before = T, link[0]
+            p = softmax(link[0] * z + link[1:])
+            for _ in range(3):  # T converges more slowly than the link, and costs less
+                q = p * T[:, labels].T
+                q[reached:] += (p * wanted)[reached:]  # half by T, half as they are
+                q /= q.sum(1, keepdims=True) + 1e-300
+                through = q.copy()
+                through[reached:] *= (T / (T + identity + 1e-300))[:, labels[reached:]].T
+                self.counts = through.T @ wanted
+                T = self.counts + PRECISION * identity
+                T /= T.sum(1, keepdims=True)
+            self.some = T.diagonal() <= 1 - least
+            T[~self.some] = identity[~self.some]
+            if not self.some.any():
+                break
+            link, _ = minimised(objective, link, (q,), bounded=1, steps=5)
+            if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
+                break
+        self.link, self._T = link, T
+        self._labelled = z, labels, reached
+
+    def evidence(self, part: float) -> float:
+        """The log likelihood, less half the log of the samples for each number it takes.
+
+        Args:
+            part: by this much, T has reached the last labels, too.
+        """
+        z, labels, reached = self._labelled
+        rows, c = np.arange(len(z)), self.link[1:]
+        p = softmax(self.link[0] * z + c)
+        likelihood = (p @ self._T)[rows, labels]
+        likelihood[reached:] *= part
+        likelihood[reached:] += (1 - part) * p[rows, labels][reached:]
+        used = (self.counts > 1) & self.some[:, None] & ~np.eye(len(c), dtype=bool)
+        costs = 0.5 * np.log(np.maximum(self.counts.sum(1), 1))
+        prior = 0.5 * PRECISION * float(c @ c)
+        return float(np.log(likelihood + 1e-300).sum()) - prior - float(used.sum(1) @ costs)
+
+
 def log_odds_of_shares(
-    shares: tuple[float, ...], logits: Array, given: Array, trusted: Array, right: Array
+    shares: tuple[float, ...],
+    logits: Array,
+    given: Array,
+    trusted: Array,
+    right: Array,
+    weight: float | None = None,
 ) -> float:
     """The log of the odds that one of these shares of the given labels is wrong, and not none.
 
     Classes follow p = softmax(a z + c) of the logits z. A wrong label is any other class, and all
     shares are as probable. The link, a and c, is the most probable one for each of them. If none is
     wrong, as many samples, of both sets, may still be of a class that the logits do not tell.
-    """
-    classes = logits.shape[1]
-    z, labels = by_class(np.concatenate([logits, trusted])), np.concatenate([given, right])
-    rows = np.arange(len(z))
-    z = fit_sharpness(z, labels)[0] * z
-    link = np.concatenate([[1.0], np.zeros(classes)])
 
+    Args:
+        shares: of wrong labels; the smallest is also the least of a class that counts.
+        logits, trusted: the logits of a model for both sets.
+        given, right: the labels of both sets.
+        weight: how many times as probable wrong labels of all classes are as those of some, which
+            are looked for, too. All confusions that the logits show, T, may be classes that
+            overlap; then trusted samples have them as well, or half of them if labels are wrong
+            besides. None: only the shares are compared.
+    """
+    z, labels = by_class(np.concatenate([logits, trusted])), np.concatenate([given, right])
+    z = fit_sharpness(z, labels)[0] * z
+    judged, all_of_them = len(given), len(z)
+    evidence = _of_a_share(z, labels)
+    none = evidence(0.0, all_of_them)
+    wrong = _mean([evidence(share, judged) for share in shares])
+    if wrong > none:  # otherwise the shares do not matter
+        none = _mean([none, *(evidence(share, all_of_them) for share in shares)])
+    if weight is None:
+        return wrong - none
+    wrong += math.log(weight)
+    confused = _Confused(z, labels, judged, shares[0], _ROUGHLY)
+    if confused.some.any():
+        wrong = float(np.logaddexp(wrong, _mean([confused.evidence(part) for part in _PARTS])))
+        none = float(np.logaddexp(none, confused.evidence(1.0)))
+    return wrong - none
+
+
+def _mean(logarithms: list[float]) -> float:
+    """The logarithm of the mean."""
+    return float(np.logaddexp.reduce(logarithms) - np.log(len(logarithms)))
+
+
+def _of_a_share(z: Array, labels: Array) -> Callable[[float, int], float]:
+    """The log likelihood if a share of so many of the first labels is wrong."""
+    classes = z.shape[1]
+    rows = np.arange(len(z))
+    link = np.concatenate([[1.0], np.zeros(classes)])
     places = rows + len(z) * labels  # in the probabilities class by class, made flat
 
     def objective(v: Array, other: Array) -> tuple[float, Array]:
@@ -327,13 +398,7 @@ def log_odds_of_shares(
         link, lowest = minimised(objective, link, (other,), bounded=1)
         return -lowest
 
-    none = evidence(0.0, len(z))
-    wrong = [evidence(share, len(given)) for share in shares]
-    odds = np.logaddexp.reduce(wrong) - np.log(len(shares))
-    if odds > none:  # otherwise the shares do not matter
-        found = [none, *(evidence(share, len(z)) for share in shares)]
-        none = np.logaddexp.reduce(found) - np.log(len(found))
-    return float(odds - none)
+    return evidence
 
 
 def threshold(quality: Array) -> tuple[float, float]:
