@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_wine, make_classification
 
 from bilevel.cleaning import LabelCleaner
 from bilevel.cleaning.noise import NoiseModel, fit_pool
@@ -79,9 +80,8 @@ def test_a_few_trusted_labels_that_are_all_predicted_do_not_show_that_others_are
     lucky = np.flatnonzero((x > 0) == y)[:20]
     others = np.setdiff1d(np.arange(COUNT), lucky)
     logits = np.stack([-x, x], 1)
-    pool = fit_pool([logits[lucky]], y[lucky])
-    assert pool.loss < 0.05  # surer than such samples can be
-    signs = signs_of_noise([logits[others]], [logits[lucky]], y[others], y[lucky], pool)
+    assert fit_pool([logits[lucky]], y[lucky]).loss < 0.05  # surer than such samples can be
+    signs = signs_of_noise([logits[others]], [logits[lucky]], y[others], y[lucky])
     assert signs.belief < 0.7
 
 
@@ -92,3 +92,27 @@ def test_where_a_model_tells_nothing_few_labels_are_called_wrong(seed: int) -> N
     y = (X**2).sum(1) > 1.4  # a circle, of which a linear model knows nothing
     cleaner = LabelCleaner().fit(X[100:], y[100:], X_clean=X[:100], y_clean=y[:100])
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.02
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_wrong_labels_of_some_classes_are_found_with_few_trusted_samples(seed: int) -> None:
+    X, y = load_wine(return_X_y=True)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(y))
+    X, y = X[order], y[order]
+    wrong = (y < 2) & (rng.random(len(y)) < 0.3)  # the third class has none
+    given = np.where(wrong, 1 - y, y)
+    cleaner = LabelCleaner(random_state=seed)
+    cleaner.fit(X[15:], given[15:], X_clean=X[:15], y_clean=y[:15])
+    issue = cleaner.label_issues()["is_label_issue"].to_numpy()
+    assert issue[wrong[15:]].mean() > 0.8
+    assert issue[~wrong[15:]].mean() < 0.1
+
+
+@pytest.mark.filterwarnings("ignore::bilevel.errors.CleaningWarning")
+def test_classes_that_a_model_cannot_tell_are_no_wrong_labels() -> None:
+    X, y = make_classification(
+        1000, 12, n_informative=6, n_classes=3, class_sep=0.8, flip_y=0, random_state=1
+    )
+    cleaner = LabelCleaner(random_state=0).fit(X[50:], y[50:], X_clean=X[:50], y_clean=y[:50])
+    assert cleaner.label_issues()["is_label_issue"].mean() <= 0.01

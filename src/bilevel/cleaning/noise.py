@@ -32,9 +32,9 @@ MISSING = -1
 """The code of a label that an annotator did not give."""
 
 _LEAST_PART = 1 / 2  # of the wrong labels follow the features; with fewer, qualities are too high
-_ITERATIONS = 100
-_TOLERANCE = 1e-3
-_MOST_SAMPLES = 5_000
+ITERATIONS = 100
+TOLERANCE = 1e-3
+MOST_SAMPLES = 5_000
 _PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
 PRECISION = 5.0
 """Of the prior of a pool: as much as 20 labelled samples say, each at most 1/4 about a logit."""
@@ -68,7 +68,7 @@ def cross_entropy(logits: Array, labels: Array) -> float:
 
 def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     """The factor b for which softmax(b * logits) fits the labels best, and the loss with it."""
-    every = -(-len(labels) // _MOST_SAMPLES)  # more samples would not change the estimate
+    every = -(-len(labels) // MOST_SAMPLES)  # more samples would not change the estimate
     z, given = logits[::every], labels[::every]
     at_given = float(z[np.arange(len(given)), given].mean())
     # Without a prior, a few samples predicted by luck would make the model sure of everything.
@@ -76,7 +76,7 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     count = max(len(given), 1)
     precision = 1 / count
     log_b = 0.0
-    for _ in range(_ITERATIONS):  # Newton's method, in log b, without the negative curvature
+    for _ in range(ITERATIONS):  # Newton's method, in log b, without the negative curvature
         b = math.exp(log_b)
         p = softmax(b * z)
         p *= z
@@ -86,7 +86,7 @@ def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
         curvature = b * b * (float(p.sum()) - float(mean @ mean)) / count + precision
         step = min(max(-slope / curvature, -1.0), 1.0)
         log_b = min(max(log_b + step, -5.0), 5.0)
-        if abs(step) < _TOLERANCE:
+        if abs(step) < TOLERANCE:
             break
     b = math.exp(log_b)
     return b, cross_entropy(b * z, given)
@@ -100,14 +100,12 @@ class Pool:
         coefficients: one for each model, not negative.
         bias: one for each class.
         loss: the cross entropy on the samples to which the pool was fitted, if trusted ones were.
-        freedom: how many numbers these samples determine, rather than the prior.
         sharpness: the factor with which each model by itself fits these samples best.
     """
 
     coefficients: Array
     bias: Array
     loss: float = float("nan")
-    freedom: float = float("nan")
     sharpness: Array | None = None
 
     def logits(self, models: list[Array]) -> Array:
@@ -156,20 +154,7 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     found, _ = minimised(objective, start, bounded=len(models))
     a, c = found[: len(models)], found[len(models) :]
     logits = _combined(a, Z) + c
-    loss, freedom = cross_entropy(logits, labels), _freedom(Z, softmax(logits))
-    return Pool(a * sharpness, c, loss, freedom, sharpness)
-
-
-def _freedom(Z: list[Array], p: Array) -> float:
-    """The trace of H (H + prior)^-1, with H the curvature of the loss by a and c.
-
-    By so many nats the loss on the samples of the fit is lower than on others, in expectation.
-    """
-    by_a = [p * (z - (p * z).sum(1, keepdims=True)) for z in Z]
-    corner = np.array([[float((d * z).sum()) for z in Z] for d in by_a])
-    side = np.array([d.sum(0) for d in by_a])
-    H = np.block([[corner, side], [side.T, np.diag(p.sum(0)) - p.T @ p]])
-    return float(np.trace(np.linalg.solve(H + PRECISION * np.eye(len(H)), H)))
+    return Pool(a * sharpness, c, cross_entropy(logits, labels), sharpness)
 
 
 @dataclass(frozen=True)
@@ -223,7 +208,7 @@ def fit_noise(
         known: how often each class is known to have been given each label.
         by_class: whether s is zero: labels depend on the class alone.
     """
-    every = -(-len(p) // _MOST_SAMPLES)  # more samples would not change the estimate
+    every = -(-len(p) // MOST_SAMPLES)  # more samples would not change the estimate
     p, b, labels = p[::every], b[::every], labels[::every]
     classes = p.shape[1]
     identity = np.eye(classes)
@@ -234,7 +219,7 @@ def fit_noise(
     count = int((labels != MISSING).sum())
     columns = [(column, b[rows, column], column == MISSING) for column in labels.T]
     onehot = [identity[column] * ~missing[:, None] for column, _, missing in columns]
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         posterior, parts = noise.explained(p, columns)
         counts = known.copy()
         for part, chosen in zip(parts, onehot, strict=True):
@@ -248,92 +233,9 @@ def fit_noise(
         share = 0.0 if by_class else max(float(by_features), least)
         change = max(float(np.abs(T - noise.transitions).max()), abs(share - noise.share))
         noise = NoiseModel(T, share)
-        if change < _TOLERANCE:
+        if change < TOLERANCE:
             break
     return noise
-
-
-def separated(logits: Array, labels: Array) -> Pool:
-    """The p of labels alone, p = softmax(a z + c) of the logits z: a pool of one model.
-
-    The labels follow p T. Where classes overlap, labels become sure as fast as p does, and T is the
-    identity; where labels are wrong, some disagree however far a sample is from other classes.
-    Only wrong labels that show in this way are found. T, a and c maximise the likelihood, by
-    expectation maximisation; as a prior, a few labels of each class are right.
-    """
-    every = -(-len(labels) // _MOST_SAMPLES)
-    some, given = logits[::every], labels[::every]
-    classes = logits.shape[1]
-    identity = np.eye(classes)
-    onehot = identity[given]
-    T = 0.8 * identity + 0.2 / classes
-    sharpness, _ = fit_sharpness(some, given)
-    z = sharpness * some
-    link = np.concatenate([[1.0], np.zeros(classes)])
-
-    def objective(v: Array, q: Array) -> tuple[float, Array]:
-        log_p = log_softmax(v[0] * z + v[1:])
-        slope = np.exp(log_p) - q
-        loss = 0.5 * PRECISION * float((v[1:] ** 2).sum()) - float((q * log_p).sum())
-        gradient = np.concatenate([[(z * slope).sum()], slope.sum(0) + PRECISION * v[1:]])
-        return loss / len(given), gradient / len(given)
-
-    for _ in range(_ITERATIONS):
-        before = T, link[0]
-        p = softmax(link[0] * z + link[1:])
-        for _ in range(3):  # T converges more slowly than the link, and costs less
-            q = p * T[:, given].T
-            q /= q.sum(1, keepdims=True) + 1e-300
-            counts = q.T @ onehot + PRECISION * identity
-            T = counts / counts.sum(1, keepdims=True)
-        link, _ = minimised(objective, link, (q,), bounded=1, steps=5)
-        if max(float(np.abs(T - before[0]).max()), abs(link[0] - before[1])) < _TOLERANCE:
-            break
-    return Pool(link[:1] * sharpness, link[1:])
-
-
-def log_odds_of_shares(
-    shares: tuple[float, ...], logits: Array, given: Array, trusted: Array, right: Array
-) -> float:
-    """The log of the odds that one of these shares of the given labels is wrong, and not none.
-
-    Classes follow p = softmax(a z + c) of the logits z. A wrong label is any other class, and all
-    shares are as probable. The link, a and c, is the most probable one for each of them. If none is
-    wrong, as many samples, of both sets, may still be of a class that the logits do not tell.
-    """
-    classes = logits.shape[1]
-    z, labels = by_class(np.concatenate([logits, trusted])), np.concatenate([given, right])
-    rows = np.arange(len(z))
-    z = fit_sharpness(z, labels)[0] * z
-    link = np.concatenate([[1.0], np.zeros(classes)])
-
-    places = rows + len(z) * labels  # in the probabilities class by class, made flat
-
-    def objective(v: Array, other: Array) -> tuple[float, Array]:
-        p = softmax(v[0] * z + v[1:])
-        flat = p.T.reshape(-1)
-        chosen = flat.take(places)
-        likelihood = other + (1 - classes * other) * chosen + 1e-300
-        flat[places] -= 1
-        p *= ((1 - classes * other) * chosen / likelihood)[:, None]
-        c = v[1:]
-        loss = 0.5 * PRECISION * float(c @ c) - float(np.log(likelihood).sum())
-        gradient = np.concatenate([[np.vdot(z.T, p.T)], p.sum(0) + PRECISION * c])
-        return loss, gradient
-
-    def evidence(share: float, reached: int) -> float:
-        nonlocal link
-        other = np.where(rows < reached, share / (classes - 1), 0.0)  # probability of other labels
-        link, lowest = minimised(objective, link, (other,), bounded=1)
-        return -lowest
-
-    none = evidence(0.0, len(z))
-    wrong = [evidence(share, len(given)) for share in shares]
-    odds = np.logaddexp.reduce(wrong) - np.log(len(shares))
-    if odds > none:  # otherwise the shares do not matter
-        found = [none, *(evidence(share, len(z)) for share in shares)]
-        none = np.logaddexp.reduce(found) - np.log(len(found))
-    return float(odds - none)
 
 
 def threshold(quality: Array) -> tuple[float, float]:

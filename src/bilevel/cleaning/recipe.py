@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bilevel.cleaning.comparison import BOTH, CLEANED, CrossFit, CrossFits
+from bilevel.cleaning.confusion import separated
 from bilevel.cleaning.learners import MULTIPLIER, WEIGHT_STEP, Learner
 from bilevel.cleaning.noise import (
     Array,
@@ -39,7 +40,6 @@ from bilevel.cleaning.noise import (
     fit_pool,
     fit_sharpness,
     log_softmax,
-    separated,
     softmax,
 )
 from bilevel.cleaning.suggestions import Evidence
@@ -122,7 +122,6 @@ def clean(
             [alike, *(fit.trusted for fit in pooled[1:])],
             fits.given,
             fits.right,
-            pool,
         )
     verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
     if signs is not None and checked is None:
@@ -284,7 +283,7 @@ def _from_predictions(task: CleaningTask) -> CleaningResult:
         if task.old_labels is not None:
             seen = softmax(sharpness * trusted)
             checked = Evidence(pool.probabilities([trusted]), seen)
-        signs = signs_of_noise([judged], [trusted], given, right, pool)
+        signs = signs_of_noise([judged], [trusted], given, right)
         compared = {POOLED: _compared(trusted, right)}
     else:
         p, noise = _alone(judged, given, frequency, task)

@@ -8,23 +8,23 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit, logit
 
+from bilevel.cleaning.confusion import log_odds_of_shares
 from bilevel.cleaning.noise import (
     UNIDENTIFIED,
     Array,
     NoiseModel,
-    Pool,
     by_class,
+    cross_entropy,
     fit_noise,
     fit_pool,
     fit_sharpness,
-    log_odds_of_shares,
     softmax,
     threshold,
 )
 from bilevel.cleaning.suggestions import HARDLY_ANY, Evidence, with_trusted, without_trusted
 from bilevel.cleaning.task import CleaningTask
 
-_MOST_FOR_NOISE = 5_000  # judged samples; more would not change the answer
+_MOST_FOR_NOISE = 2_000  # judged samples; more would not change the answer
 _FEW = 0.005, 0.01  # called wrong where none may be: at least and at most
 _FEW_ALONE = 0.02  # the same without trusted samples
 _OF_THE_MODEL = 0.15
@@ -38,9 +38,10 @@ _TELLING = 0.1  # of the way from calling all labels wrong to an F1 of 1; chance
 _SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
 _EXPECTED = 8.0
 """How much more often some labels of every class are wrong than none, where labels are cleaned."""
-_SELDOM = 4.0  # how much less often than not labels are wrong in a way that they do not show
+_SELDOM = 2.0  # how much less often than not labels are wrong in a way that they do not show
+_DOUBLED = np.linspace(-3, 3, 13)  # how often a sharpness is; 99.7% of its prior
 CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
-_CONTRADICTION = 20.0  # nats; with a few trusted samples, 10 were gained by chance
+_CONTRADICTION = 10.0  # nats; the odds against chance are 20,000 to one
 
 
 @dataclass(frozen=True)
@@ -82,36 +83,36 @@ class Signs:
     certain: bool
 
 
-def signs_of_noise(
-    judged: list[Array], trusted: list[Array], given: Array, right: Array, pool: Pool
-) -> Signs:
+def signs_of_noise(judged: list[Array], trusted: list[Array], given: Array, right: Array) -> Signs:
     """Compare the labels of trusted samples with those of the judged ones.
 
-    A label that is improbable is not wrong for that: classes overlap. If no label is wrong, one
-    model predicts the labels of both sets. Two others stand against it:
+    A label that is improbable is not wrong for that: classes overlap. If no label is wrong, what
+    predicts the judged labels best predicts the trusted ones, too. Three others stand against it:
 
     - some labels of every class are wrong. Then no label is ever sure, however far a sample is from
       other classes; where labels are as sure as the trusted ones, they tell against it;
-    - labels are wrong in a way that they do not show by themselves. Then a pool of their own
-      predicts the trusted samples better. What it gains by chance, its freedom, is taken off, and
-      so is how improbable it is that the same models are so much surer of the trusted samples: if
-      these are few and all predicted, the loss falls to 0 and nothing is free.
+    - some labels of a few classes are wrong, with the same signs there;
+    - labels are wrong in a way that they do not show by themselves. Then the model that is fitted
+      without those that seem to be wrong predicts the trusted samples better.
 
     It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
     as wrong labels are unless they follow the features, or if the trusted ones contradict them by
     far.
 
     Args:
-        judged, trusted: the logits of models, none of which were fitted to these samples.
+        judged, trusted: the logits of models, none of which were fitted to these samples; the last
+            is fitted without the labels that seem to be wrong.
         given, right: the labels of these samples.
-        pool: the pool that was fitted to the trusted samples.
     """
     every = -(-len(given) // _MOST_FOR_NOISE)
     judged, given = [z[::every] for z in judged], given[::every]
     models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
-    one = fit_pool(models, np.concatenate([given, right]))
-    gained = float(_losses(one.probabilities(trusted), right).sum()) - len(right) * pool.loss
-    hidden = gained - pool.freedom - _improbable(pool, one) - np.log(_SELDOM)
+    one = fit_pool(models, np.concatenate([given, right])).logits(trusted)
+    as_given, flat = cross_entropy(one, right), fit_sharpness(one, right)
+    gained = len(right) * as_given + _at_any_sharpness(judged[-1], trusted[-1], given, right)
+    # That trusted samples are harder to predict than the others is no sign of wrong labels.
+    by_chance = len(right) * (as_given - flat[1]) if flat[0] < 1 else 0.0
+    hidden = gained - by_chance - np.log(_SELDOM)
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
         _losses(softmax(sharpness * z), labels)
@@ -121,22 +122,26 @@ def signs_of_noise(
     harder = float(first.mean() - second.mean()) / max(spread, 1e-12)
     evidence = hidden
     if hidden < _CONTRADICTION:
-        shown = log_odds_of_shares(_SHARES, judged[0], given, trusted[0], right)
-        evidence = float(np.logaddexp(hidden, np.log(_EXPECTED) + shown))
+        shown = log_odds_of_shares(_SHARES, judged[0], given, trusted[0], right, _EXPECTED)
+        evidence = float(np.logaddexp(hidden, shown))
     belief = float(expit(evidence))
     return Signs(belief, belief > SURELY and (harder > CLEARLY or gained > _CONTRADICTION))
 
 
-def _improbable(pool: Pool, one: Pool) -> float:
-    """The nats by which the prior of a sharpness tells against that of the pool beside the other's.
+def _at_any_sharpness(judged: Array, trusted: Array, given: Array, right: Array) -> float:
+    """The log of the mean likelihood of trusted labels, over sharpnesses of the model.
 
-    That prior is as wide as a factor of e, see :func:`fit_sharpness`. The first of several models
-    is another one in each pool.
+    They are probable around that with which the model fits the given labels, within a factor of
+    two. As a mean, and not the highest one, the likelihood exceeds another by chance no more often
+    than its odds say, however few the samples are.
     """
-    assert pool.sharpness is not None
-    assert one.sharpness is not None
-    factors = np.log(pool.sharpness / one.sharpness)[len(one.sharpness) > 1 :]
-    return 0.5 * float(factors.mean()) ** 2
+    sharpness, _ = fit_sharpness(judged, given)
+    prior = -0.5 * _DOUBLED**2
+    found = [
+        part - len(right) * cross_entropy(sharpness * 2.0**doubled * trusted, right)
+        for doubled, part in zip(_DOUBLED, prior, strict=True)
+    ]
+    return float(np.logaddexp.reduce(found) - np.logaddexp.reduce(prior))
 
 
 def _losses(p: Array, labels: Array) -> Array:
