@@ -186,16 +186,16 @@ class Curvature:
         """
         here = slope(y) if here is None else here
         of_y, of_slope, unit = norm_of(y), length(here), math.sqrt(len(here))
-        found = largest = most = self.value
+        found = largest = first = self.value
         for _ in range(steps):
             # At the start the scale of y is not known; the first estimate of L gives it. Power
             # iterations do not lower an estimate, unless it is rounding, where there is no
             # curvature: then the scale would grow without limit. Nor do they raise it by more than
-            # the root of n, from a random vector, unless it is a kink: then it would shrink to 0.
-            largest = min(max(largest, found), most) if most else found
-            most = most or unit * found
+            # the root of n, from a random vector, unless y = 0 is at a kink: then it would vanish.
+            largest, first = max(largest, found), first or found
             scale = max(of_y, of_slope / largest if largest else 0.0)
-            if scale <= 10 * torch.finfo(here.dtype).eps * unit:  # y = 0, and solves the level
+            solved = scale <= 10 * torch.finfo(here.dtype).eps * unit  # y = 0 solves the level
+            if solved or (not of_y and largest > unit * first):
                 scale = unit
             image = difference(slope, y, here, self._vector, scale, WAY_OF_A_STEP)
             size = length(image)
