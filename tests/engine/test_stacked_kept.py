@@ -113,7 +113,7 @@ def test_layers_whose_inputs_change_are_evaluated_again(calls: list[str]) -> Non
         torch.testing.assert_close(again, torch.stack([torch.conv2d(i, kernels) for i in images]))
         assert len(calls) == 2 + number
     evaluated(padding=1)
-    assert len(layers.kept._batches[0][1]) == 1  # the last evaluation had no use for others
+    assert len(layers.kept._batches[0][-1]) == 1  # the last evaluation had no use for others
     evaluated(batch=object())
     evaluated(frozen=False)
     assert len(calls) == 6
@@ -121,3 +121,14 @@ def test_layers_whose_inputs_change_are_evaluated_again(calls: list[str]) -> Non
     with torch.no_grad():
         evaluated()
     assert len(calls) == 8
+
+
+def test_layers_are_not_looked_for_where_none_is_used_again(calls: list[str]) -> None:
+    images, kernels = stack(SAMPLES, 2, 4, 4, gradient=False), stack(3, 2, 3, 3).detach()
+    layers, batch = SideBySide(), object()
+    for _ in range(3):
+        moved = kernels.clone()  # as y is in every inner step
+        with layers.kept.of(batch, frozen=True), layers:
+            torch.vmap(torch.conv2d)(images, moved)
+    assert len(calls) == 3
+    assert not layers.kept._batches[0][-1]  # nor are they held

@@ -112,3 +112,33 @@ def test_estimators_have_less_noise_than_gradients() -> None:
     # stationary variance of h <- noise + (1 - eta) (h - noise): eta / (2 - eta) of the noise's
     assert spreads[0] == pytest.approx(0.25, rel=0.1)
     assert spreads[1] == pytest.approx(0.25 * 0.1 / 1.9, rel=0.1)
+
+
+class _Steady(bilevel.F3SA):
+    """Steps of "auto" that do not depend on the momentum."""
+
+    def steady_share(self, k: int) -> float:
+        return 1.0
+
+
+def test_estimates_begin_afresh_where_auto_puts_x_back() -> None:
+    # without noise an estimate is the gradient itself, whatever the momentum, unless its memory is
+    # of a point that was left
+    def upper(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return ((y - 1) ** 2).sum() + 0.1 * (x**4).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: None) -> Tensor:
+        return 0.5 * ((y - torch.sin(3 * x)) ** 2).sum() + 0.02 * (y**4).sum()
+
+    problem = bilevel.Problem(upper, lower)
+    start = torch.linspace(-2, 2, 3, dtype=torch.float64)
+    solvers = [
+        bilevel.Solver(problem, start, 0 * start, method=_Steady(momentum=m)) for m in (1.0, 0.1)
+    ]
+    returned = 0
+    for _ in range(250):
+        for solver in solvers:
+            solver.step(measure=False)
+        returned += solvers[0].state.policy.returned
+        torch.testing.assert_close(solvers[0].x, solvers[1].x, rtol=0, atol=1e-9)
+    assert returned

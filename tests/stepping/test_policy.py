@@ -181,7 +181,7 @@ def test_a_direction_is_the_way_of_x_by_its_step() -> None:
         x = solver.x
         info = solver.step()
         moved = float((solver.x - x).norm())
-        assert moved == pytest.approx(info.upper_lr * float(info.direction_norm), rel=1e-9)  # type: ignore[arg-type]
+        assert moved == pytest.approx(info.upper_lr * float(info.direction_norm), rel=1e-9)  # type: ignore[arg-type, operator]
 
 
 def test_a_state_with_given_steps_is_refused() -> None:

@@ -198,7 +198,7 @@ class F3SA(PaperMethod[F3SAState]):
         info = evaluator.finish(
             state, upper_lr=sizes.upper, lower_lr=gamma, multiplier=lam, averaged=True
         )
-        state.midway = False
+        state.midway = state.policy.returned  # then x and its copies are where they were before
         return info
 
     def _estimate_lower(

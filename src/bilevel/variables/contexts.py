@@ -75,11 +75,10 @@ def buffers_copied(*variables: Variable) -> Iterator[None]:
 def _buffers(variables: Sequence[Variable]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Every buffer with the module that owns it and its name there."""
     for variable in variables:
-        for module in variable.modules:
-            for owner in module.modules():
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None:
-                        yield owner, name, buffer
+        for owner in variable.owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    yield owner, name, buffer
 
 
 @contextmanager
@@ -92,8 +91,7 @@ def substituted(variable: Variable, tensors: Sequence[Tensor]) -> Iterator[None]
     value, leaves = variable.value, variable.leaves
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, leaf)
-        for module in variable.modules
-        for owner in module.modules()
+        for owner in variable.owners
         for name, leaf in owner._parameters.items()
         if id(leaf) in by_leaf and leaf is not None
     ]

@@ -20,7 +20,7 @@ Several ranks. A module may be wrapped in ``DistributedDataParallel`` or ``fully
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -170,6 +170,11 @@ class Variable:
             if isinstance(node, nn.Module):
                 for name, part in node.named_modules():
                     yield f"{path}.{name}" if name else path, part, id(part) in wrapped
+
+    @cached_property
+    def owners(self) -> list[nn.Module]:
+        """The modules in the structure and all inside these, which is slow to ask them for."""
+        return [part for module in self.modules for part in module.modules()]
 
     @property
     def buffers(self) -> list[Tensor]:

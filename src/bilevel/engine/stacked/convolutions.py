@@ -82,8 +82,10 @@ class Convolutions:
         groups: int = 1,
     ) -> Tensor | None:
         """``torch.conv2d`` of all tasks; None: it is left to torch."""
+        if input.device.type != "cpu":
+            return None
         found = behind(input, weight) if bias is None else behind(input, weight, bias)
-        if found is None or input.device.type != "cpu" or (None in found.places and not HAS_GROUPS):
+        if found is None or (None in found.places and not HAS_GROUPS):
             return None
         if groups != 1 or isinstance(padding, str) or input.ndim != 4 or _mixed(input, weight):
             return None
@@ -146,8 +148,10 @@ def _mixed(images: Tensor, kernels: Tensor) -> bool:
 
 def pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: Any) -> Any:
     """The pools of all tasks; None: they are left to torch."""
+    if options.get("return_indices") or input.ndim != 4 or input.device.type != "cpu":
+        return None
     found = behind(input)
-    if found is None or input.ndim != 4 or input.device.type != "cpu":
+    if found is None:
         return None
     with temporarily_pop_interpreter_stack():
         images = found.stacked(0, 1)

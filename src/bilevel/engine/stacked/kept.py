@@ -33,29 +33,38 @@ class Kept:
     """The layers that have been evaluated."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[Any, Any]] = []
+        self._batches: list[tuple[Any, tuple[bool, bool], dict[Any, _Layer]]] = []
         self._before: dict[Any, _Layer] = {}
         self._layers: dict[Any, _Layer] | None = None
         self._with_gradients = False
+        self._used = False
+        self._useful: dict[tuple[bool, bool], bool] = {}
 
     @contextmanager
     def of(self, batch: Any, *, frozen: bool, both: bool = False) -> Iterator[None]:
         """Evaluate on this batch, with x ``frozen`` or not, at ``both`` copies or at one.
 
         Layers with gradients are forgotten at the end, since a graph serves one backward pass, and
-        others that this evaluation had no use for: their inputs are computed anew each time.
+        others that this evaluation had no use for: their inputs are computed anew each time. If the
+        first evaluation of its kind that could use some has no use for any, later ones look for
+        none.
         """
         if not frozen:
             self._batches.clear()
-        self._before = next((layers for of, layers in self._batches if of is batch), {})
-        self._layers = {} if frozen or both else None
-        self._with_gradients = not frozen
+        kind = frozen, both
+        before, self._before = next(
+            ((of_kind, layers) for of, of_kind, layers in self._batches if of is batch), (None, {})
+        )
+        self._layers = {} if any(kind) and self._useful.get(kind, True) else None
+        self._with_gradients, self._used = not frozen, False
         try:
             yield
+            if not frozen or before == kind:
+                self._useful.setdefault(kind, self._used)
         finally:
             if frozen:
-                others = [pair for pair in self._batches if pair[0] is not batch]
-                self._batches = [*others[1 - BATCHES :], (batch, self._layers)]
+                others = [entry for entry in self._batches if entry[0] is not batch]
+                self._batches = [*others[1 - BATCHES :], (batch, kind, self._layers or {})]
             self._before, self._layers = {}, None
 
     def __call__(
@@ -81,6 +90,7 @@ class Kept:
         layer = self._layers.get(key) or self._before.get(key)
         if layer is not None and layer.output._version == layer.version:
             self._layers[key] = layer
+            self._used = True
             return found.shown(layer.output, layer.place)
         made = evaluate(function, args, options)
         of_all = whole(made)

@@ -10,6 +10,7 @@ tasks; what is not known here is left to torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,25 +51,25 @@ class SideBySide(TorchFunctionMode):
             functional.linear: _linear,
             torch.flatten: _flattened,
             torch.Tensor.flatten: _flattened,
+            **{pool: partial(pooled, pool) for pool in POOLS},
+            **dict.fromkeys(PLAIN, _as_it_is),
         }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if func in self._rules or func in POOLS or func in PLAIN:
+        if func in self._rules:
             return self.kept(self._evaluated, func, args, options)
         return func(*args, **options)
 
     def _evaluated(self, func: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-        rule = self._rules.get(func)
-        if rule is not None:
-            found = rule(*args, **options)
-        elif func in POOLS and not options.get("return_indices"):
-            found = pooled(func, *args, **options)
-        else:
-            found = None
+        found = self._rules[func](*args, **options)
         return func(*args, **options) if found is None else found
+
+
+def _as_it_is(*args: Any, **options: Any) -> None:
+    """A layer that torch evaluates."""
 
 
 def _normalised(

@@ -238,7 +238,7 @@ def _at_once(
         metrics = (torch.as_tensor(metric, device=value.device) for metric in own.values())
         return value, *(metric.to(value) for metric in metrics)
 
-    owners = [part for of in (x, template) for module in of.modules for part in module.modules()]
+    owners = [*x.owners, *template.owners]
     before = _versions(owners)
     value, *numbers = each(lambda: "an objective", of_one)(*stacked)
     if before != _versions(owners):
