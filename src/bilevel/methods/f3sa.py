@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentError
 from bilevel.errors.checks import check_choice
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import FIRST_ORDER, Ability, Properties
@@ -27,8 +26,8 @@ from bilevel.stepping import (
     Rate,
     Schedule,
     StepSizes,
-    as_schedule,
-    positive_at,
+    as_share,
+    share_at,
     updates_of_copies,
 )
 from bilevel.variables import Variable, add_gradients, buffers_kept, frozen, stored_values, to_dense
@@ -131,8 +130,6 @@ class F3SA(PaperMethod[F3SAState]):
         super().__post_init__()
         check_choice("recursion", self.recursion, ("separate", "combined"))
         _ = self.eta  # a bad momentum is refused at construction
-        if isinstance(self.momentum, int | float) and self.momentum > 1:
-            raise ArgumentError(f"momentum must be at most 1, not {self.momentum!r}")
 
     @cached_property
     def stencil(self) -> Stencil:
@@ -146,7 +143,7 @@ class F3SA(PaperMethod[F3SAState]):
     @cached_property
     def eta(self) -> Schedule:
         """The momentum weight as a function of k, before eta_0 = eta_1 = 1 is imposed."""
-        return as_schedule("momentum", self.momentum)
+        return as_share("momentum", self.momentum)
 
     def steady_share(self, k: int) -> float:
         """sqrt(eta_k), which is the order of the paper's steps too.
@@ -239,12 +236,7 @@ class F3SA(PaperMethod[F3SAState]):
         _recur(state.x_estimates, fresh, stale, eta)
 
     def _eta_at(self, k: int) -> float:
-        if k < 2:
-            return 1.0
-        eta = positive_at("momentum", self.eta, k)
-        if eta > 1:
-            raise ArgumentError(f"momentum({k}) must be at most 1, not {eta!r}")
-        return eta
+        return 1.0 if k < 2 else share_at("momentum", self.eta, k)
 
     def _weights(self, phi: Phi) -> Sequence[tuple[Any, Any]]:
         """The weights of f and of g in each gradient that has an estimator."""

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bilevel.errors import ArgumentError
 from bilevel.methods.base import Iterates
 from bilevel.methods.capabilities import SECOND_ORDER, Properties
 from bilevel.methods.descent import DescentMethod
@@ -21,7 +20,7 @@ from bilevel.methods.reference import given, gradient_x, gradient_y, hessian_y, 
 from bilevel.methods.state import Info, OneCopyState
 from bilevel.problem import LOWER, Objective, Phi, Problem
 from bilevel.sampling import Draw, Sample
-from bilevel.stepping import Rate, Schedule, StepSizes, as_schedule, positive_at
+from bilevel.stepping import Rate, Schedule, StepSizes, as_share, share_at
 from bilevel.variables import Variable, buffers_kept, flatten, unflatten_like
 
 
@@ -213,13 +212,11 @@ class MASOBA(SOBA):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.theta  # a bad rate is refused at construction
-        if isinstance(self.averaging, int | float) and self.averaging > 1:
-            raise ArgumentError(f"averaging must be at most 1, not {self.averaging!r}")
 
     @cached_property
     def theta(self) -> Schedule:
         """The weight of the newest direction as a function of k."""
-        return as_schedule("averaging", self.averaging)
+        return as_share("averaging", self.averaging)
 
     def init(self, problem: Problem, x: Variable, y: Variable) -> SOBAState:
         state = super().init(problem, x, y)
@@ -227,10 +224,7 @@ class MASOBA(SOBA):
         return state
 
     def _newest(self, k: int) -> float:
-        theta = positive_at("averaging", self.theta, k)
-        if theta > 1:
-            raise ArgumentError(f"averaging({k}) must be at most 1, not {theta!r}")
-        return theta
+        return share_at("averaging", self.theta, k)
 
     def _smoothed(self, state: SOBAState, d_x: list[Tensor]) -> list[Tensor]:
         theta = self._newest(state.k)

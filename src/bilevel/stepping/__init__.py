@@ -24,7 +24,9 @@ from bilevel.stepping.schedules import (
     Rate,
     Schedule,
     as_schedule,
+    as_share,
     positive_at,
+    share_at,
 )
 from bilevel.stepping.shared_adamw import SharedAdamW
 from bilevel.stepping.traits import Traits
@@ -55,11 +57,13 @@ __all__ = [
     "Traits",
     "Update",
     "as_schedule",
+    "as_share",
     "batches_to_reach",
     "policy_form",
     "positive_at",
     "rate_or_optimizer",
     "schedules",
+    "share_at",
     "slope_of",
     "steepest_curvature",
     "updates_of_copies",

@@ -100,6 +100,14 @@ def as_schedule(name: str, rate: Rate) -> Schedule:
     return Constant(number)
 
 
+def as_share(name: str, rate: Rate) -> Schedule:
+    """As :func:`as_schedule`, for a weight between 0 and 1; see :func:`share_at`."""
+    schedule = as_schedule(name, rate)
+    if isinstance(schedule, Constant):
+        _check_share(name, float(schedule(0)), "")
+    return schedule
+
+
 def positive_at(name: str, schedule: Schedule, k: int) -> float:
     """``schedule(k)`` as a float, or an error that names the argument, the step and the value."""
     if not callable(schedule):
@@ -111,6 +119,18 @@ def positive_at(name: str, schedule: Schedule, k: int) -> float:
         raise ArgumentTypeError(f"{name}({k}) must be a number, not {value!r}") from error
     _check_positive(name, number, f"({k})")
     return number
+
+
+def share_at(name: str, schedule: Schedule, k: int) -> float:
+    """As :func:`positive_at`, and at most 1."""
+    number = positive_at(name, schedule, k)
+    _check_share(name, number, f"({k})")
+    return number
+
+
+def _check_share(name: str, number: float, at: str) -> None:
+    if number > 1:
+        raise ArgumentError(f"{name}{at} must be at most 1, not {number!r}")
 
 
 def _check_positive(name: str, value: float, where: str) -> None:
