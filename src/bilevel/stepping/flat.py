@@ -6,19 +6,22 @@ import torch
 
 from bilevel.errors import FlatWarning, warn
 from bilevel.stepping.curvature import Slope
+from bilevel.stepping.memory import MOST_RESTS, Numbers
 from bilevel.stepping.policy import Iterate
 from bilevel.variables import flatten, length
 
 
-def warn_if_flat(state: Iterate, slope_of_f: Slope | None) -> None:
-    """Say that neither objective changes with x, where it is so."""
-    if not _feels_f(state, slope_of_f):
+def warn_if_flat(state: Iterate, slope_of_f: Slope | None, numbers: Numbers) -> None:
+    """Say once that neither objective changes with x, where y is near enough to tell."""
+    if numbers.flat or numbers.looks < MOST_RESTS or not _feels_f(state, slope_of_f):
         return
+    numbers.flat = True
     warn(
         FlatWarning(
             f"at step {state.k} neither f nor g changes with x: the direction of x is exactly "
             f"zero, and x stays where it is. Are both computed from x without .detach(), "
-            f"torch.no_grad() or rounding, and does g join x and y?"
+            f"torch.no_grad() or rounding, does g join x and y, and does x start where derivatives "
+            f"are not zero (those of x**2 at 0 are, and those of x.clamp(...) outside)?"
         )
     )
 

@@ -408,8 +408,8 @@ class FoundSizes(GivenSizes):
             if before is not None and not fresh:
                 self._reference.remember_lowest(before)
         if not norm:
-            if first and n.looks == MOST_RESTS:
-                warn_if_flat(state, self._slope_of_f)
+            if first:
+                warn_if_flat(state, self._slope_of_f, n)
             return 0.0
         if self._noisy:
             n.limit_moves(x, direction, first=first)

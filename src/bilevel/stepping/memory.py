@@ -65,6 +65,7 @@ class Numbers:
         returns: how often x went back since a window last passed.
         unsettled: at how many more looks the copies of y had not settled than had.
         kinked: whether g was then found to have kinks.
+        flat: whether it was said that nothing changes with x.
         measuring: whether x rests until its merit is known.
         resting: whether neither x nor y was moved since the last inner step.
     """
@@ -89,6 +90,7 @@ class Numbers:
     returns: int = 0
     unsettled: int = 0
     kinked: bool = False
+    flat: bool = False
     measuring: bool = True
     resting: bool = False
 
