@@ -18,16 +18,17 @@ def conclude(
     state: Iterate,
     rate: float,
     start: Tensor,
-    lower_steps: int,
+    inner_steps: int,
     noisy: bool,
 ) -> tuple[float, float] | None:
-    """Compare F at the first x, ``start``, with F at the last, after so many steps of ``rate``.
+    """Compare F at the first x, ``start``, with F at the last, where steps of y are of ``rate``.
 
     None where that cannot be told, or where y is that of the few tasks of an episode. Under noise y
     is then fitted to the last x.
     """
     if isinstance(objectives.draw, EpisodicDraw):
         return None
+    lower_steps = state.k * inner_steps
     # under noise the step of y is shorter than 1/L, which is therefore measured
     compared = compare(objectives, state, math.nan if noisy else rate, start, lower_steps)
     if compared is None and noisy:

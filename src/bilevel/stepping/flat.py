@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bilevel.errors import FlatWarning, warn
@@ -12,8 +14,9 @@ from bilevel.variables import flatten, length
 
 
 def warn_if_flat(state: Iterate, slope_of_f: Slope | None, numbers: Numbers) -> None:
-    """Say once that neither objective changes with x, where y is near enough to tell."""
-    if numbers.flat or numbers.looks < MOST_RESTS or not _feels_f(state, slope_of_f):
+    """Say once that neither objective changes with x, which never moved and y is fitted to."""
+    begins = numbers.looks < MOST_RESTS or not math.isnan(numbers.upper)
+    if numbers.flat or begins or not _feels_f(state, slope_of_f):
         return
     numbers.flat = True
     warn(

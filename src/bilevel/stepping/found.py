@@ -116,13 +116,11 @@ class FoundSizes(GivenSizes):
         self._metric = Metric()
         self._settled: tuple[Merits, bool] | None = None
         self._noisy: bool | None = None
-        self._noisy_below = False
         self._numbers = Numbers(window=self._unit)
         self._start: Tensor | None = None
         self._reference: Reference | None = None
         self._rested: list[float] = []
-        self._signal = 0.0
-        self._closing = False
+        self._signal, self._noisy_below, self._closing = 0.0, False, False
         self._slope_of_f: Slope | None = None
 
     def without_acceleration(self) -> None:
@@ -408,8 +406,7 @@ class FoundSizes(GivenSizes):
             if before is not None and not fresh:
                 self._reference.remember_lowest(before)
         if not norm:
-            if first:
-                warn_if_flat(state, self._slope_of_f, n)
+            warn_if_flat(state, self._slope_of_f, n)
             return 0.0
         if self._noisy:
             n.limit_moves(x, direction, first=first)
@@ -435,6 +432,10 @@ class FoundSizes(GivenSizes):
         self._rested = before.lower
         return True
 
+    def slow_down(self, level: Level) -> None:
+        super().slow_down(level)
+        self._numbers.upper /= 2 if level is Level.UPPER else 1
+
     def close(self) -> None:
         self._closing = self._tests
 
@@ -443,8 +444,7 @@ class FoundSizes(GivenSizes):
         ends = self._curvatures and self._tests and self._traits.settles
         if not ends or start is None or now is None:
             return None
-        taken = state.k * self._traits.inner_steps
-        return conclude(objectives, state, float(now.lower), start, taken, noisy)
+        return conclude(objectives, state, float(now.lower), start, self._traits.inner_steps, noisy)
 
     def step_of(self, state: Iterate) -> int:
         there, start, x = self._reference, self._start, flatten(state.x.leaves)
