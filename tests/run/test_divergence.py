@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,25 @@ def test_a_run_that_goes_back_and_is_resumed_is_the_same(
 def test_other_reactions_are_refused() -> None:
     with pytest.raises(ArgumentError, match="on_divergence"):
         run("f2sa", on_divergence="ignore")
+
+
+def test_a_run_on_auto_that_goes_back_does_not_repeat_itself() -> None:
+    torch.manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(15, 15, dtype=torch.float64))[0]
+    stiff = rotation @ torch.diag(torch.logspace(-3, 3, 15, dtype=torch.float64)) @ rotation.T
+    B, target = (torch.randn(15, n, dtype=torch.float64) for n in (4, 1))
+
+    def upper(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return ((y - target[:, 0]) ** 2).mean() + 1e-3 * (x**2).sum()
+
+    def lower(x: Tensor, y: Tensor, batch: Any) -> Tensor:
+        return 0.5 * y @ stiff @ y - y @ (B @ x)
+
+    problem = bilevel.Problem(upper, lower)
+    x0, y0 = torch.full((4,), 0.1, dtype=torch.float64), torch.zeros(15, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        bilevel.minimize(problem, x0, y0, steps=80)
+    said = [str(w.message) for w in seen if "goes back" in str(w.message)]
+    assert said
+    assert len(set(said)) == len(said)
