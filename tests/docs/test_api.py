@@ -48,7 +48,7 @@ def members(module: ModuleType) -> set[str]:
 SHARED_BY_ROOMS = {
     "sets": {"RowWise", "projections"},
     "prox": {"check_terms", "refuse_both", "terms_of"},
-    "schedules": {"as_schedule", "positive_at"},
+    "schedules": {"as_schedule", "as_share", "positive_at", "share_at"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,21 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(_Spoils, "when", None)
     resumed = run(SPOILT, steps=9, checkpoint=saved)
     assert torch.equal(resumed.x, run(SPOILT, steps=9).x)
+
+
+@pytest.mark.parametrize("method", ["aid", "soba"])
+def test_x_that_never_moved_is_no_worse_and_is_told(method: str) -> None:
+    torch.manual_seed(0)
+    curved = torch.logspace(-3, 3, 15, dtype=torch.float64)
+    B, target = torch.randn(15, 4, dtype=torch.float64), torch.randn(15, dtype=torch.float64)
+    problem = bilevel.Problem(
+        lambda x, y, batch: ((y - target) ** 2).mean() + 1e-3 * (x**2).sum(),
+        lambda x, y, batch: 0.5 * (curved * y**2).sum() - y @ (B @ x),
+    )
+    x0, y0 = torch.full((4,), 0.1, dtype=torch.float64), torch.zeros(15, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = bilevel.minimize(problem, x0, y0, method=method, steps=40)
+    torch.testing.assert_close(result.x, x0, rtol=1e-6, atol=0)
+    assert result.outcome is Outcome.COMPLETED
+    assert [w.category for w in seen] == [bilevel.errors.NotConvergedWarning]

@@ -253,7 +253,7 @@ class CheckpointWarning(BilevelWarning):
 
 
 class NotConvergedWarning(BilevelWarning):
-    """A layer such as :func:`bilevel.argmin` did not reach its tolerance."""
+    """A layer such as :func:`bilevel.argmin`, or y in a run, did not come near its minimum."""
 
 
 class RanksWarning(BilevelWarning):

@@ -130,6 +130,11 @@ class DescentMethod(Method[S]):
         """What the multiplier is at least, where it may be chosen."""
         return 0.0
 
+    @property
+    def approaches(self) -> bool:
+        """Whether y comes nearer to y*(x) from step to step."""
+        return True
+
     follows_path: ClassVar[bool] = False
     """Whether lower steps may be longer or shorter than the rate says, and more than T."""
 
@@ -185,6 +190,7 @@ class DescentMethod(Method[S]):
             inner_steps=getattr(self, "inner_steps", 1),
             follows_path=self.follows_path and self.rates.lower is None,
             settles=self.settles,
+            approaches=self.approaches,
             steady=self.steady_share,
         )
         return FoundSizes(self.rates, y, traits)

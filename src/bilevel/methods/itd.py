@@ -124,6 +124,10 @@ class ITD(DescentMethod[OneCopyState]):
         if self.keep_every is not None:
             check_count("keep_every", self.keep_every)
 
+    @property
+    def approaches(self) -> bool:
+        return self.start == "warm" and self.learned_lr is None
+
     def _lower_schedule(self) -> Schedule | None:
         return super()._lower_schedule() if self.learned_lr is None else Constant(1.0)
 

@@ -105,6 +105,12 @@ class Choices:
         return ["take more inner_steps"] if self.has_inner_steps else []
 
     @property
+    def against_resting(self) -> str:
+        """What may help where y does not come near the lower solution."""
+        parts = ["take more steps", *self.better_fitted, "start from a y0 that is nearer"]
+        return listed([*parts, "scale the features behind g, so that it is curved alike in y"])
+
+    @property
     def larger_multiplier(self) -> list[str]:
         """How to have less bias."""
         return ["use a larger multiplier"] if self.has_multiplier else []

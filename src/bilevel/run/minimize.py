@@ -17,6 +17,7 @@ from bilevel.errors import (
     DistributedError,
     DivergenceError,
     NonFiniteError,
+    NotConvergedWarning,
     RunError,
     WorsenedWarning,
     warn,
@@ -46,6 +47,7 @@ from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Point, Solver
 from bilevel.run.worsening import Worsening, rise_between, worsening
 from bilevel.sampling import DirectionSize, Episodes
+from bilevel.stepping import MOST_RESTS
 from bilevel.variables import Stateful, local_part
 
 Callback: TypeAlias = Callable[[Solver, Info], bool | None]
@@ -407,6 +409,9 @@ class _Loop:
         is returned.
         """
         choices = choices_of(self._solver)
+        if not point.moved:
+            self._warn_if_unsettled(choices.against_resting)
+            return False
 
         def worsened_by(k: int) -> Worsening | None:
             history = self._recorder.standing(k)
@@ -428,6 +433,17 @@ class _Loop:
                 )
             )
         return True
+
+    def _warn_if_unsettled(self, advice: str) -> None:
+        """Tell that x never moved, if it had somewhere to go."""
+        steps, history = self._solver.k, self._recorder.history(self._solver.k)
+        if steps > MOST_RESTS and history["direction_norm"][-1] > 0:
+            warn(
+                NotConvergedWarning(
+                    f"x hardly moved in {steps} steps: 'auto' moves it once y is near the lower "
+                    f"solution, and y was not. What may help: {advice}"
+                )
+            )
 
     def _result(self, outcome: Outcome, point: Point) -> Result:
         steps, seconds = self._solver.k, self._clock.seconds

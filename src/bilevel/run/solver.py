@@ -40,12 +40,14 @@ class Point(NamedTuple):
         y: its lower solution.
         k: the outer step that x belongs to.
         compared: F at the start of the run and at x; None: they were not compared.
+        moved: whether x is clearly elsewhere than where the run began, if steps of x are found.
     """
 
     x: Any
     y: Any
     k: int
     compared: tuple[float, float] | None = None
+    moved: bool = True
 
 
 class Solver(Resumable):
@@ -355,15 +357,14 @@ class Solver(Resumable):
                 undecided = self.state.policy.undecided
             policy = self.state.policy
             k, returned = policy.step_of(self.state), policy.returned
+            moved = policy.moved(self.state)
             with self._running():
                 compared = policy.conclude(self.evaluator, self.state)
-            y = self.y
-            if returned:
-                return Point(self.x, y, k, compared)
+            found = Point(self.x if returned else None, self.y, k, compared, moved)
         finally:
             rewinds = self.draw.upper.probed and self.draw.lower.probed
             self._load(before, data=rewinds)
-        return Point(self.x, y, k, compared)
+        return found if returned else found._replace(x=self.x)
 
     def _is_at(self, point: Any) -> bool:
         here, there = (Variable(value, "x").leaves for value in (self.x, point))

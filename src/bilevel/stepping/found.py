@@ -2,13 +2,11 @@
 
 *The step of y* is 1/L, where L is the curvature that the copies meet: of g, or for a penalised copy
 of g + f/lam. It is found by power iterations on differences of gradients, eight before the first
-step, which must not meet more than they found, and one at every *look*. Where nothing is sampled,
-the steps of F2SA's copies follow from their path (:mod:`bilevel.stepping.accelerated`), unless they
-hardly ever settle because g has kinks: then y and x go on as under noise, for steps over kinks are
-as good as drawn. Where the gradients of two samples disagree, the step of y is divided by
-sqrt(1 + n/10), where n counts the steps in that condition, and at the end of a run y is fitted to
-the last x (:mod:`bilevel.stepping.fitting`). It is halved for good where g rises at the lower
-solution while x rests, and y goes back: before x has moved, to the last look or to the start.
+step, and one at every *look*. Where nothing is sampled, the steps of F2SA's copies follow from
+their path (:mod:`bilevel.stepping.accelerated`), unless they hardly ever settle because g has
+kinks: then y and x go on as under noise. Where the gradients of two samples disagree, the step of y
+is divided by sqrt(1 + n/10), where n counts the steps in that condition. It is halved for good, and
+y goes back, where g rises at the lower solution while x rests.
 
 *The step of x is kept only if it passes a test.* After a window of outer steps (one, where nothing
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
@@ -22,26 +20,24 @@ how sure it is. The test is failed in each of these cases:
 - y met a curvature more than four times that at the reference;
 - the copies of y could not settle (f at a y that was solved further did not fall, though the slopes
   at both ends of the step say so; or the gap fell below zero), or a number was not finite;
-- f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy, or,
-  where nothing is sampled, did not fall where the merit fell by a tenth: then the merit does not
-  stand for f, and the multiplier is raised.
+- f at the lower solution rose, by a tenth and for sure, away from f at the penalised copy, or did
+  not fall where nothing is sampled and the merit fell by a tenth: then the multiplier is raised.
 
-The reference is where the merit was last seen to fall, so that many small rises count together.
-After a failure x and all copies of y go back there, and x rests for one outer step, in which the
-merit is measured anew. If the step has failed against that too, it is shortened: to the minimum of
-the parabola through the two values and the slope, between a tenth and a half.
+The reference is where the merit was last seen to fall. After a failure x and all copies of y go
+back there, and the merit is measured anew. A step that fails against that too is shortened: to the
+minimum of the parabola through the two values and the slope, between a tenth and a half.
 
 After a window that passed, x takes the secant step ||s||^2 / <s, d' - d> over the way s between the
 directions d and d', at most twice as long as the last; each entry of x has its own unit
 (:mod:`bilevel.stepping.metric`). Under noise the step doubles where the merit fell by more than its
-standard error, and else shrinks, by a fifth in 64 steps: what x gains is then no more than what
-noise takes. Windows double up to 64 steps, but up to 8 while the step grows or x rests.
+standard error, and else shrinks, by a fifth in 64 steps. Windows double up to 64 steps, but up to 8
+while the step grows or x rests.
 
 The first step promises a tenth of the merit and is at most a tenth as long as x. Under noise no
 entry of x moves by more in a step than four times the median of all, or four units if that is more:
 what would is cut off, or, where the set of x ties entries together, the whole step is shortened.
-How many minibatches a direction is of is told by :mod:`bilevel.stepping.reach`, and the multiplier,
-unless one is given, by :mod:`bilevel.stepping.curvature`.
+The end of a run is in :mod:`bilevel.stepping.ending`, how many minibatches a direction is of in
+:mod:`bilevel.stepping.reach`, and the multiplier in :mod:`bilevel.stepping.curvature`.
 """
 
 from __future__ import annotations
@@ -441,10 +437,14 @@ class FoundSizes(GivenSizes):
 
     def conclude(self, objectives: Objectives, state: Iterate) -> tuple[float, float] | None:
         start, now, noisy = self._start, self.current, bool(self._noisy)
-        ends = self._curvatures and self._tests and self._traits.settles
+        ends = self._curvatures and self._tests and self._traits.approaches
         if not ends or start is None or now is None:
             return None
         return conclude(objectives, state, float(now.lower), start, self._traits.inner_steps, noisy)
+
+    def moved(self, state: Iterate) -> bool:
+        x, start = flatten(state.x.leaves), self._start
+        return start is None or length(x - start) > torch.finfo(x.dtype).eps ** 0.5 * length(x)
 
     def step_of(self, state: Iterate) -> int:
         there, start, x = self._reference, self._start, flatten(state.x.leaves)

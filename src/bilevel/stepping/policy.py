@@ -106,6 +106,10 @@ class GivenSizes:
         """
         return None
 
+    def moved(self, state: Iterate) -> bool:
+        """Whether x is clearly elsewhere than where the run began."""
+        return True
+
     def step_of(self, state: Iterate) -> int:
         """The outer step that x belongs to: an earlier one where x went back and stayed."""
         return state.k

@@ -22,6 +22,8 @@ class Traits:
         follows_path: whether its lower steps can be
             :class:`~bilevel.stepping.accelerated.AcceleratedSteps`.
         settles: whether F is f at y*(x), so that y may be moved on, and not f after T steps.
+        approaches: whether y comes nearer to y*(x) from step to step, so that F there, at both ends
+            of a run, says what it is worth.
         steady: from k to the share of 1/L with which the method's estimates do not grow by noise.
     """
 
@@ -31,4 +33,5 @@ class Traits:
     inner_steps: int = 1
     follows_path: bool = False
     settles: bool = False
+    approaches: bool = False
     steady: Callable[[int], float] = lambda k: 1.0
