@@ -2,10 +2,9 @@
 
 What a gradient means may differ from entry to entry by many orders. For a strength exp(x) it is
 proportional to exp(x), so that along the gradient small strengths hardly move while large ones
-swing from side to side; entries may as well be measured in different units. Along d_i / m_i, where
-m_i is the largest |d_i| of the last steps, all entries move by about as much. That leads downhill
-as d does, also within bounds on each entry, but not within other sets. Under noise the sizes would
-be those of the noise.
+swing from side to side. Along d_i / m_i, where m_i is the largest |d_i| of the last steps, all
+entries move by about as much. That leads downhill as d does, also within bounds on each entry, but
+not within other sets. Under noise the sizes would be those of the noise.
 """
 
 from __future__ import annotations
