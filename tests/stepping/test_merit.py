@@ -91,6 +91,13 @@ def test_a_gap_in_noise_is_left_out_of_the_merit() -> None:
     assert level(seen) == pytest.approx(seen.upper + seen.gap)
     assert hidden.gap < 0
     assert level(hidden) == pytest.approx(hidden.upper)
+    x, y, z = torch.tensor(0.0), minimiser, minimiser + 0.01
+    gaps = [
+        10 * float(task.lower(x, y, batch) - task.lower(x, z, batch))
+        for batch in evaluator.draw.lower.wide_probe()
+    ]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5
+    assert hidden.noise == pytest.approx(error, rel=1e-3)
     # f at both ends, on each minibatch
     assert statistics.fmean(seen.spread) == pytest.approx(
         statistics.fmean(seen.solution) - seen.upper

@@ -116,7 +116,7 @@ class FoundSizes(GivenSizes):
         self._start: Tensor | None = None
         self._reference: Reference | None = None
         self._rested: list[float] = []
-        self._signal, self._noisy_below, self._closing = 0.0, False, False
+        self._signal, self._closing = 0.0, False
         self._slope_of_f: Slope | None = None
 
     def without_acceleration(self) -> None:
@@ -212,7 +212,6 @@ class FoundSizes(GivenSizes):
             of_g = probed_slopes(objectives, state.x, Level.LOWER, n.looks)
             slopes = [slope(y) for slope in of_g]
             if len(slopes) > 1:
-                self._noisy_below = not torch.equal(*slopes)
                 n.noisy += n.since * (1 - max(0.0, cosine(*slopes)))
             # the same slopes again, since another would draw other numbers at random
             g.refine(mean_of(of_g), y, 1, noisy=noisy, here=torch.stack(slopes).mean(dim=0))
@@ -277,8 +276,8 @@ class FoundSizes(GivenSizes):
     def _tested(self, state: Iterate, direction: Tensor, found: Merits) -> float:
         """The step of x after the test of the last window; 0: x rests."""
         n, merits, value, noisy = self._numbers, found.values, found.mean, bool(self._noisy)
-        # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches of g
-        near = self._noisy_below or found.gap >= -TOLERATED * abs(found.upper)
+        # z is the minimiser of g: a gap below zero is an error of z, or noise in minibatches
+        near = found.gap >= -TOLERATED * abs(found.upper) - found.noise
         rests = self.accelerated is None or self.accelerated.settled
         settled = near and (self._settled[1] if self._settled else rests)
         before = self._reference

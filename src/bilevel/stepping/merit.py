@@ -30,6 +30,7 @@ class Merits:
             where it is not above its standard error: it is then noise, lam times that of g.
         gap: the part lam * ( g(x, y) - g(x, z) ) of it. In schemes other than "forward" that may
             have any sign, and is 0 here.
+        noise: the standard error of the gap; 0 where g is the same on all minibatches.
         upper: the part that is f.
         lower: g(x, z) on each minibatch.
         solution: f(x, z) on each, which the merit stands for; empty where g is not part of it.
@@ -39,6 +40,7 @@ class Merits:
 
     values: list[float]
     gap: float = 0.0
+    noise: float = 0.0
     upper: float = 0.0
     lower: list[float] = field(default_factory=list)
     solution: list[float] = field(default_factory=list)
@@ -102,11 +104,12 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
         return Merits([math.inf])
     if phi is None or not forward:
         return Merits(merits, lower=lower)
-    gap = statistics.fmean(gaps)
-    hidden = len(gaps) > 1 and gap <= standard_error(gaps)
+    gap, noise = statistics.fmean(gaps), standard_error(gaps)
+    hidden = len(gaps) > 1 and gap <= noise
     spread = [at_z - at_y for at_z, at_y in zip(solution, f, strict=True)]
     lam = float(phi.multiplier)
-    return Merits(f if hidden else merits, gap, statistics.fmean(f), lower, solution, spread, lam)
+    upper = statistics.fmean(f)
+    return Merits(f if hidden else merits, gap, noise, upper, lower, solution, spread, lam)
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
