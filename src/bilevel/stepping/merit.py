@@ -108,8 +108,8 @@ def merits_at(objectives: Objectives, state: Iterate, phi: Phi | None) -> Merits
     hidden = len(gaps) > 1 and gap <= noise
     spread = [at_z - at_y for at_z, at_y in zip(solution, f, strict=True)]
     lam = float(phi.multiplier)
-    upper = statistics.fmean(f)
-    return Merits(f if hidden else merits, gap, noise, upper, lower, solution, spread, lam)
+    at_y = statistics.fmean(f)
+    return Merits(f if hidden else merits, gap, noise, at_y, lower, solution, spread, lam)
 
 
 def is_noisy(objectives: Objectives, state: Iterate) -> bool:
