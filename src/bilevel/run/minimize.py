@@ -47,7 +47,6 @@ from bilevel.run.selection import SELECTORS
 from bilevel.run.solver import Point, Solver
 from bilevel.run.worsening import Worsening, rise_between, worsening
 from bilevel.sampling import DirectionSize, Episodes
-from bilevel.stepping import MOST_RESTS
 from bilevel.variables import Stateful, local_part
 
 Callback: TypeAlias = Callable[[Solver, Info], bool | None]
@@ -437,7 +436,7 @@ class _Loop:
     def _warn_if_unsettled(self, advice: str) -> None:
         """Tell that x never moved, if it had somewhere to go."""
         steps, history = self._solver.k, self._recorder.history(self._solver.k)
-        if steps > MOST_RESTS and history["direction_norm"][-1] > 0:
+        if history["direction_norm"][-1] > 0:
             warn(
                 NotConvergedWarning(
                     f"x hardly moved in {steps} steps: 'auto' moves it once y is near the lower "

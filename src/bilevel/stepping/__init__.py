@@ -6,7 +6,6 @@ from bilevel.stepping.curvature import slope_of, steepest_curvature
 from bilevel.stepping.differentiable import Carried, InnerRule
 from bilevel.stepping.forms import policy_form
 from bilevel.stepping.found import FoundSizes
-from bilevel.stepping.memory import MOST_RESTS
 from bilevel.stepping.nesterov import Nesterov, NesterovUpdate
 from bilevel.stepping.policy import GivenSizes, StepSizePolicy
 from bilevel.stepping.rates import (
@@ -34,7 +33,6 @@ from bilevel.stepping.traits import Traits
 from bilevel.stepping.updates import NoUpdate, Update, updates_of_copies
 
 __all__ = [
-    "MOST_RESTS",
     "PER_INNER_STEP",
     "AcceleratedSteps",
     "Carried",

@@ -12,8 +12,7 @@ y goes back, where g rises at the lower solution while x rests.
 is sampled) the policy looks at the merit: Phi, whose x gradient the direction is, or f at the lower
 solution for methods without a Phi, for which y is solved further where nothing is sampled
 (:mod:`bilevel.stepping.settling`). Under noise the merit is the mean over a fixed probe of up to
-eight batches, larger than minibatches where that takes no longer, and the differences on each say
-how sure it is. The test is failed in each of these cases:
+eight batches, larger than minibatches where that takes no longer. The test is failed where
 
 - the merit rose by more than a tenth of what the direction had promised (but of no more than the
   merit itself), beyond three standard errors and what it drifts by while x rests;
@@ -443,7 +442,9 @@ class FoundSizes(GivenSizes):
 
     def moved(self, state: Iterate) -> bool:
         x, start = flatten(state.x.leaves), self._start
-        return start is None or length(x - start) > torch.finfo(x.dtype).eps ** 0.5 * length(x)
+        if start is None or self._numbers.early:
+            return True
+        return bool(length(x - start) > torch.finfo(x.dtype).eps ** 0.5 * length(x))
 
     def step_of(self, state: Iterate) -> int:
         there, start, x = self._reference, self._start, flatten(state.x.leaves)

@@ -110,6 +110,11 @@ class Numbers:
         promise = FIRST_SHARE * abs(merit) / inner(direction, towards)
         self.upper = self.first = min(reach, promise or reach) / unit
 
+    @property
+    def early(self) -> bool:
+        """Whether there were too few looks to say that x does not move."""
+        return self.looks <= LONGEST_WINDOW
+
     def measure_anew(self) -> None:
         """The merit is another one from now on: measure it before x moves again."""
         self.measuring, self.rests = True, MOST_RESTS - LATER_RESTS

@@ -107,7 +107,7 @@ class GivenSizes:
         return None
 
     def moved(self, state: Iterate) -> bool:
-        """Whether x is clearly elsewhere than where the run began."""
+        """Whether x is clearly elsewhere than where the run began, or had no time to move."""
         return True
 
     def step_of(self, state: Iterate) -> int:
