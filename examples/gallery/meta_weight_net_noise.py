@@ -39,4 +39,4 @@ def compare(seed: int = 0, *, small: bool = False) -> dict[str, float]:
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(10, (count,), generator=generator)
     given = torch.where(torch.rand(count, generator=generator) < NOISE, random, labels)
-    return compare_weights(seed, (images, given), trusted, test, steps=30 if small else 100)
+    return compare_weights(seed, (images, given), trusted, test, steps=60 if small else 100)

@@ -412,7 +412,7 @@ def test_a_single_pass_finds_the_same_steps_one_by_one(
     runs = [
         bilevel.minimize(
             bilevel.Problem(error, ridge), -3 * torch.ones(6).double(), torch.zeros(6).double(),
-            method=bilevel.F2SA(lower_lr, single_pass=True), steps=20, accumulate=one_by_one,
+            method=bilevel.F2SA(lower_lr, single_pass=True), steps=40, accumulate=one_by_one,
             upper_data=(rows[:18], targets[:18]), lower_data=(rows[18:], targets[18:]),
             batch_size=batch_size,
         )
