@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_wine, make_classification
+from sklearn.datasets import load_digits, load_wine, make_classification
+from sklearn.decomposition import PCA
 
 from bilevel.cleaning import LabelCleaner
 from bilevel.cleaning.noise import NoiseModel, fit_pool
@@ -55,6 +56,19 @@ def test_without_trusted_samples_a_few_wrong_labels_have_to_be_three_times_as_pr
     assert surer.quality[:100].max() < 0.25
     assert surer.issue[:99].all()
     assert not surer.issue[100:].any()
+
+
+def test_without_trusted_samples_a_poor_model_does_not_take_its_errors_for_wrong_labels() -> None:
+    X, y = load_digits(return_X_y=True)
+    X = PCA(2, random_state=0).fit_transform(X)  # a linear model errs in four cases of ten
+    right = LabelCleaner(random_state=0).fit(X, y)
+    assert right.wrong_share_ > 0.15
+    assert right.label_issues()["is_label_issue"].mean() <= 0.03
+    rng = np.random.default_rng(0)
+    wrong = rng.random(len(y)) < 0.25
+    given = np.where(wrong, (y + rng.integers(1, 10, len(y))) % 10, y)
+    issue = LabelCleaner(random_state=0).fit(X, given).label_issues()["is_label_issue"].to_numpy()
+    assert (issue & wrong).sum() > 0.6 * max(issue.sum(), wrong.sum())
 
 
 @pytest.mark.parametrize(("trusted", "share"), [(10, 0.01), (100, 0.01), (1000, 0.005)])
