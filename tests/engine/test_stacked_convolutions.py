@@ -23,10 +23,16 @@ def stack(*shape: int, gradient: bool = True) -> Tensor:
 
 
 def derivatives(values: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """The value, its gradients, and twice those of a scalar made of the gradients before."""
-    found, last = [values], (values**3).sum()
-    for _ in range(3):
-        slopes = torch.autograd.grad(last, inputs, create_graph=True)
+    """The value, its gradients, and the gradients of a scalar made of these."""
+    return [values, *slopes(values, inputs, 2)]
+
+
+def slopes(values: Tensor, inputs: list[Tensor], order: int) -> list[Tensor]:
+    """All derivatives up to this order, each of a scalar made of those before."""
+    found: list[Tensor] = []
+    last = (values**3).sum()
+    for number in range(1, order + 1):
+        slopes = torch.autograd.grad(last, inputs, create_graph=number < order)
         found += slopes
         last = sum(((slope**2).sum() for slope in slopes), torch.zeros(()))
     return found
@@ -93,6 +99,15 @@ def test_convolutions(channels: int, options: dict[str, Any], bias: bool, way: s
         return found if bias else found * shift[:, None, None]
 
     check(one, images, kernels, shift)
+
+
+def test_third_derivatives(way: str) -> None:
+    inputs = [stack(SAMPLES, 4, 5, 5), stack(5, 4, 3, 3), stack(5)]
+    with SideBySide():
+        at_once = torch.vmap(torch.conv2d)(*inputs)
+    one_by_one = torch.stack([torch.conv2d(*parts) for parts in zip(*inputs, strict=True)])
+    for found, known in zip(slopes(at_once, inputs, 3), slopes(one_by_one, inputs, 3), strict=True):
+        torch.testing.assert_close(found, known, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bilevel
 from bilevel.engine.stacked import convolutions, layers, tasks
 from bilevel.engine.stacked.layers import SideBySide
-from tests.engine.test_stacked_convolutions import SAMPLES, TASKS, check, stack
+from tests.engine.test_stacked_convolutions import SAMPLES, TASKS, check, slopes, stack
 
 CLASSES = torch.tensor([[0, 2, 1, 2], [1, -100, 0, 2], [2, 2, -100, -100]])
 
@@ -207,3 +207,24 @@ def test_second_derivatives_of_large_normalisations(
         )
     else:
         check(normalised, stack(3, 4, 3, 5), weight, bias)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_third_derivatives_of_large_normalisations(
+    learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "LARGE", 0)
+    images, weight, bias = stack(3, 4, 3, 5), stack(4, gradient=learned), stack(4)
+    inputs = [images, weight, bias] if learned else [images, bias]
+    with SideBySide():
+        found = torch.vmap(normalised)(images, weight, bias)
+    # torch's own third derivatives of a normalisation are wrong
+    centred = images - images.mean((1, 3, 4), keepdim=True)
+    deviation = (centred.square().mean((1, 3, 4), keepdim=True) + 1e-5).sqrt()
+    spread = [tensor[:, None, :, None, None] for tensor in (weight, bias)]
+    known = centred / deviation * spread[0] + spread[1]
+    for ours, theirs in zip(slopes(found, inputs, 3), slopes(known, inputs, 3), strict=True):
+        # small entries are what remains of large ones
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=1e-11 * float(theirs.detach().abs().max())
+        )

@@ -33,7 +33,7 @@ _OF_THE_MODEL = 0.15
 A linear model of images takes a seventh of right labels for wrong ones.
 """
 _MOSTLY = 0.6
-"""Without trusted samples: the share of contradicted labels that seem wrong, from which on they are.
+"""Without trusted samples: of contradicted labels, the share that has to seem wrong.
 
 Where classes overlap, that explains most of the labels that a model contradicts, even of a model
 so poor that it takes a third of right labels for wrong ones: of photographs at most 0.59 seemed
@@ -215,13 +215,13 @@ def judge(
     limit = limit if measured else belief * limit + (1 - belief)
     # So many labels may be wrong without one of the trusted ones showing it.
     few = _lowest(quality, np.clip(1 / len(task.trusted), *_FEW) if fitted else _FEW_ALONE)
+    contradicted = float((frequency.argmax(1) != given).mean())
+    doubtful = belief < _LIKELY if fitted else wrong < _MOSTLY * contradicted
     if told < _TELLING:
         limit = min(limit, few)
     elif not fitted and wrong < _OF_THE_MODEL:
         limit = min(limit, max(1 - _LIKELY, few))
-    elif not fitted and wrong < _MOSTLY * float((frequency.argmax(1) != given).mean()):
-        limit = min(limit, few)
-    elif belief < _LIKELY:
+    elif doubtful:
         limit = min(limit, few)
     elif not fitted or wrong < HARDLY_ANY:
         limit = min(limit, max(0.5, few))  # what is rare has to be probable, too

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bilevel.engine.stacked.grouped import grouped
 from bilevel.engine.stacked.unwrapping import behind, temporarily_pop_interpreter_stack
 
 HAS_GROUPS = torch.backends.cpu.get_cpu_capability().startswith("AVX")
@@ -98,7 +99,7 @@ class Convolutions:
                 return None
             first = kernels[0, 0].numel() <= FEW and not images.requires_grad
             if HAS_GROUPS and not first:
-                made = _grouped(images, kernels, shift, window)
+                made = grouped(images, kernels, shift, *window[1:])
             elif kernels[:, 0].numel() * images.shape[1] * result[0] * result[1] > MOST_GATHERED:
                 made = _one_by_one(images, kernels, shift, window)
             else:
@@ -158,88 +159,6 @@ def pooled(pool: Callable[..., Tensor], input: Tensor, *args: Any, **options: An
         side_by_side = images.flatten(1, 2).contiguous(memory_format=torch.channels_last)
         made = torch.unflatten(pool(side_by_side, *args, **options), 1, (images.shape[1], -1))
     return found.shown(made, 1)
-
-
-def _grouped(images: Tensor, kernels: Tensor, shift: Tensor | None, window: Window) -> Tensor:
-    """One convolution with a group for each task."""
-    side_by_side = torch.channels_last
-    found: Any = _Grouped.apply(  # type: ignore[no-untyped-call]
-        images.transpose(0, 1).flatten(1, 2).contiguous(memory_format=side_by_side),
-        kernels.flatten(0, 1).contiguous(memory_format=side_by_side),
-        None if shift is None else shift.flatten(),
-        window[1:],
-        len(kernels),
-    )
-    return torch.unflatten(found, 1, (len(kernels), -1)).transpose(0, 1)
-
-
-class _Grouped(torch.autograd.Function):
-    """A convolution with groups, whose second derivatives have groups, too.
-
-    Torch takes those of one group after another, which is most of an unrolled step.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, images: Tensor, kernels: Tensor, shift: Tensor | None, moves: Any, groups: int
-    ) -> Tensor:
-        ctx.save_for_backward(images, kernels)
-        ctx.options = moves, groups
-        return torch.conv2d(images, kernels, shift, *moves, groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[:3]
-        given = grad, *ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return *_back(*given, *ctx.options, wanted), None, None
-        found: Any = _GroupedBack.apply(*given, *ctx.options, wanted)  # type: ignore[no-untyped-call]
-        return *found, None, None
-
-
-class _GroupedBack(torch.autograd.Function):
-    """The gradients of :class:`_Grouped`, each linear in two of the three tensors it is given."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, images: Tensor, kernels: Tensor, moves: Any, groups: int, wanted: Any
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad, images, kernels)
-        ctx.options = moves, groups
-        return _back(grad, images, kernels, moves, groups, wanted)
-
-    @staticmethod
-    def backward(
-        ctx: Any, to_images: Tensor | None, to_kernels: Tensor | None, to_shift: Tensor | None
-    ) -> Any:
-        grad, images, kernels = ctx.saved_tensors
-        moves, groups = ctx.options
-        of_grad = of_images = of_kernels = None
-        if to_kernels is not None:
-            of_grad = torch.conv2d(images, to_kernels, to_shift, *moves, groups)
-            if ctx.needs_input_grad[1]:
-                only = True, False, False
-                of_images = _back(grad, images, to_kernels, moves, groups, only)[0]
-        elif to_shift is not None:
-            of_grad = to_shift[:, None, None].expand_as(grad)
-        if to_images is not None:
-            of_grad = _sum(of_grad, torch.conv2d(to_images, kernels, None, *moves, groups))
-            of_kernels = _back(grad, to_images, kernels, moves, groups, (False, True, False))[1]
-        return of_grad, of_images, of_kernels, None, None, None
-
-
-def _sum(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first + second
-
-
-def _back(
-    grad: Tensor, images: Tensor, kernels: Tensor, moves: Any, groups: int, wanted: Sequence[bool]
-) -> Any:
-    """What torch takes a gradient of a convolution back to: images, kernels and shift."""
-    return torch.ops.aten.convolution_backward(
-        *(grad, images, kernels, [len(kernels)], *moves, False, [0, 0], groups, list(wanted))
-    )
 
 
 def _one_by_one(images: Tensor, kernels: Tensor, shift: Tensor | None, window: Window) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -144,12 +143,18 @@ class _NormalisedBack(torch.autograd.Function):
             grad, images, scale, None, None, mean, inverse, True, eps, [True, True, True]
         )
         ctx.save_for_backward(grad, images, scale, mean, inverse, *found[1:])
+        ctx.eps = eps
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, back: Tensor, of_scale: Tensor, of_shift: Tensor) -> Any:
         grad, images, scale, mean, r, with_h, total = ctx.saved_tensors
+        if torch.is_grad_enabled():  # third derivatives, where those of torch are wrong
+            # each with a name of its own, as the first two depend on the same tensors
+            given = [t.view_as(t) for t in (grad, images, scale)]
+            given = [t if t.requires_grad else t.requires_grad_() for t in given]
+            slopes, along = _taken_back(given, ctx.eps), (back, of_scale, of_shift)
+            return *torch.autograd.grad(slopes, given, along, create_graph=True), None, None, None
         side_by_side = images.permute(0, 2, 3, 1)
         v, g, h = (t.permute(0, 2, 3, 1).flatten(0, 2) for t in (back, grad, images))
         count = len(h)
@@ -166,6 +171,18 @@ class _NormalisedBack(torch.autograd.Function):
         of_images.addcmul_(slope, h).add_(r * (step * g_h * v_mean - along * g_mean))
         found = (t.view(side_by_side.shape).permute(0, 3, 1, 2) for t in (of_grad, of_images))
         return *found, r * met, None, None, None
+
+
+def _taken_back(given: list[Tensor], eps: float) -> list[Tensor]:
+    """The gradients of a normalisation, by operations that have derivatives of all orders."""
+    grad, images, scale = given
+    deviation, mean = torch.var_mean(images, (0, 2, 3), correction=0, keepdim=True)
+    r = (deviation + eps).rsqrt()
+    h = (images - mean) * r
+    with_h, total = (part.sum((0, 2, 3)) for part in (grad * h, grad))
+    count = images.numel() // len(scale)
+    part = grad - (total[:, None, None] + with_h[:, None, None] * h) / count
+    return [scale[:, None, None] * r * part, with_h, total]
 
 
 def _cross_entropy(
