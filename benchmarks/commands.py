@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.measure import Measurement
 from rich.progress import Progress
 
 from benchmarks import report
@@ -43,7 +44,11 @@ def measure(
     with torch_threads(threads), Progress(console=console, transient=True) as progress:
         machine = Machine.here()
         rows = benchmark.run(track=progress.track, **options)
-    console.print(benchmark.table(rows))
+    table = benchmark.table(rows)
+    if not console.is_terminal:  # a file has room for all columns
+        wanted = Measurement.get(console, console.options.update(max_width=1000), table)
+        console.width = max(console.width, wanted.maximum)
+    console.print(table)
     say(str(machine))
     write_json(json_file, report.figures(machine, options, rows))
 
