@@ -201,14 +201,9 @@ def judge(
     elif not fitted:
         suggested = without_trusted(p, posterior, given)
     wrong = float((1 - quality).mean())
-    low = high = wrong if measured else float(1 - whole[rows, given].mean())
-    if fitted and not measured:
-        for share in (noise.share - UNIDENTIFIED, noise.share + UNIDENTIFIED):
-            other = NoiseModel(noise.transitions, float(np.clip(share, 0, 1)))
-            there = 1 - other.posterior(p, frequency, votes)[rows, given].mean()
-            low, high = min(low, float(there)), max(high, float(there))
-    elif not fitted:
-        low, high = 0.0, max(high, float((1 - (frequency**2).sum(1)).mean()))
+    low = high = wrong
+    if not measured:
+        low, high = _possible(noise, whole[rows, given], judged, given, votes, fitted)
     spread = 1.96 * (wrong * (1 - wrong) * (1 / max(len(task.trusted), 1) + 1 / len(p))) ** 0.5
     # Whether any label is wrong does not change which threshold is best if some are.
     limit, told = threshold(quality if measured else whole[rows, given])
@@ -238,6 +233,29 @@ def judge(
         interval=(max(low - spread, 0.0), min(high + spread, 1.0)),
         noise=noise,
     )
+
+
+def _possible(
+    noise: NoiseModel, right: Array, judged: Evidence, given: Array, votes: Array, fitted: bool
+) -> tuple[float, float]:
+    """The shares of wrong labels between which the labels alone do not tell.
+
+    Args:
+        noise: how labels come about, as estimated.
+        right: the probability of each label by that.
+        judged: the models on the samples.
+        given, votes: the labels, and those by all annotators.
+        fitted: whether trusted samples helped to estimate p.
+    """
+    p, frequency = judged.p, judged.frequency
+    shares = [float(1 - right.mean())]
+    if not fitted:
+        return 0.0, max(*shares, float((1 - (frequency**2).sum(1)).mean()))
+    for share in (noise.share - UNIDENTIFIED, noise.share + UNIDENTIFIED):
+        other = NoiseModel(noise.transitions, float(np.clip(share, 0, 1)))
+        found = other.posterior(p, frequency, votes)[np.arange(len(given)), given]
+        shares.append(float(1 - found.mean()))
+    return min(shares), max(shares)
 
 
 def _counted(task: CleaningTask, classes: int) -> Array | None:

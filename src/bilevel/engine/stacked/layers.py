@@ -176,8 +176,8 @@ class _NormalisedBack(torch.autograd.Function):
 def _taken_back(given: list[Tensor], eps: float) -> list[Tensor]:
     """The gradients of a normalisation, by operations that have derivatives of all orders."""
     grad, images, scale = given
-    deviation, mean = torch.var_mean(images, (0, 2, 3), correction=0, keepdim=True)
-    r = (deviation + eps).rsqrt()
+    variance, mean = torch.var_mean(images, (0, 2, 3), correction=0, keepdim=True)
+    r = (variance + eps).rsqrt()
     h = (images - mean) * r
     with_h, total = (part.sum((0, 2, 3)) for part in (grad * h, grad))
     count = images.numel() // len(scale)
