@@ -9,8 +9,8 @@ from scipy.special import softmax
 from bilevel.cleaning import confusion, noise
 from bilevel.cleaning.comparison import best_ridge
 from bilevel.cleaning.noise import MISSING, NoiseModel, fit_pool
+from bilevel.cleaning.signs import signs_of_noise
 from bilevel.cleaning.suggestions import Evidence, with_trusted, without_trusted
-from bilevel.cleaning.verdict import signs_of_noise
 
 RNG = np.random.default_rng(0)
 T = np.array([[0.6, 0.4, 0.0], [0.0, 0.9, 0.1], [0.2, 0.0, 0.8]])

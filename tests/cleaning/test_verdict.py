@@ -10,9 +10,10 @@ from sklearn.decomposition import PCA
 
 from bilevel.cleaning import LabelCleaner
 from bilevel.cleaning.noise import NoiseModel, fit_pool
+from bilevel.cleaning.signs import Signs, signs_of_noise
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask
-from bilevel.cleaning.verdict import Signs, Verdict, judge, signs_of_noise
+from bilevel.cleaning.verdict import Verdict, judge
 
 COUNT = 1000
 

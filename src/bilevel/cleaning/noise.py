@@ -157,6 +157,20 @@ def fit_pool(models: list[Array], labels: Array, without: int = 0) -> Pool:
     return Pool(a * sharpness, c, cross_entropy(logits, labels), sharpness)
 
 
+def fit_bias(logits: Array, labels: Array) -> Array:
+    """The bias c for which softmax(logits + c) fits the labels best."""
+    rows = np.arange(len(labels))
+
+    def objective(c: Array) -> tuple[float, Array]:
+        log_p = log_softmax(logits + c)
+        slope = np.exp(log_p)
+        slope[rows, labels] -= 1
+        value = 0.5 * PRECISION * float((c**2).sum()) - float(log_p[rows, labels].sum())
+        return value / len(rows), (slope.sum(0) + PRECISION * c) / len(rows)
+
+    return minimised(objective, np.zeros(logits.shape[1]))[0]
+
+
 @dataclass(frozen=True)
 class NoiseModel:
     """How labels come about.

@@ -42,9 +42,10 @@ from bilevel.cleaning.noise import (
     log_softmax,
     softmax,
 )
+from bilevel.cleaning.signs import CLEARLY, OnBoth, Signs, signs_of_noise
 from bilevel.cleaning.suggestions import Evidence
 from bilevel.cleaning.task import CleaningTask, SearchSettings
-from bilevel.cleaning.verdict import CLEARLY, Signs, Verdict, judge, signs_of_noise
+from bilevel.cleaning.verdict import Verdict, judge
 from bilevel.cleaning.weights import History, learn_weights
 
 POOLED = "all of them, pooled"
@@ -83,6 +84,26 @@ class CleaningResult:
     settings: dict[str, float]
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """The fits that predict.
+
+    Attributes:
+        pooled, pool: the fits, and how they are pooled.
+        p: the probability of each class for the judged samples.
+        compared: how each fit does, by its name.
+        noise: how labels come about; None: that is still to be estimated.
+        apart: the logits by the trusted samples alone; None: there are no such samples.
+    """
+
+    pooled: list[CrossFit]
+    pool: Pool
+    p: Array
+    compared: dict[str, Compared]
+    noise: NoiseModel | None = None
+    apart: OnBoth | None = None
+
+
 def clean(
     learner: Learner | None, searcher: Learner | None, task: CleaningTask, settings: SearchSettings
 ) -> CleaningResult:
@@ -110,7 +131,7 @@ def clean(
         fitted = _verified(fits, task, noisy, frequency, searcher, learned)
     else:
         fitted = _unverified(fits, task, noisy, frequency)
-    pooled, pool, p, noise, compared = fitted
+    pooled, pool, p = fitted.pooled, fitted.pool, fitted.p
     checked = None
     if task.old_labels is not None:
         on_trusted = pool.probabilities([fit.trusted for fit in pooled])
@@ -122,8 +143,9 @@ def clean(
             [alike, *(fit.trusted for fit in pooled[1:])],
             fits.given,
             fits.right,
+            fitted.apart,
         )
-    verdict = judge(Evidence(p, frequency), checked, task, noise, signs)
+    verdict = judge(Evidence(p, frequency), checked, task, fitted.noise, signs)
     if signs is not None and checked is None:
         pool = _believed(pool, signs.belief, fit_sharpness(pooled[1].judged, fits.given)[0])
     # The cleaned model is fitted to all samples with the final verdicts.
@@ -145,7 +167,7 @@ def clean(
         pool=pool,
         weights=torch.from_numpy(weights) if learned is None else learned.weights.mean(0),
         verdict=verdict,
-        compared=compared,
+        compared=fitted.compared,
         helped=_helped(pooled, fits.right, pool) if task.verified else True,
         history={} if learned is None else learned.history,
         settings={
@@ -165,7 +187,7 @@ def _verified(
     frequency: Array,
     searcher: Learner | None,
     learned: Any,
-) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
+) -> _Fitted:
     """The fits with the help of trusted samples, and their pool."""
     votes, right = task.votes, fits.right
     trusted, by_fold = fits.trusted_only()
@@ -205,12 +227,13 @@ def _verified(
     logits = pool.logits([fit.trusted for fit in pooled])
     compared[POOLED] = Compared(pool.loss, _accuracy(logits, right))
     p = pool.probabilities([fit.judged for fit in pooled])
-    return pooled, pool, p, None, compared
+    # Each sample is judged by one fold, as the trusted ones are.
+    folds = task.fold[task.judged].numpy()
+    apart = by_class(np.stack(by_fold)[folds, np.arange(len(folds))]), trusted.trusted
+    return _Fitted(pooled, pool, p, compared, apart=apart)
 
 
-def _unverified(
-    fits: CrossFits, task: CleaningTask, noisy: CrossFit, frequency: Array
-) -> tuple[list[CrossFit], Pool, Array, NoiseModel | None, dict[str, Compared]]:
+def _unverified(fits: CrossFits, task: CleaningTask, noisy: CrossFit, frequency: Array) -> _Fitted:
     """The fits without trusted samples: labels are wrong that disagree however sure p is."""
     p, noise = _alone(noisy.judged, fits.given, frequency, task)
     quality = noise.posterior(p, frequency, task.votes)[np.arange(len(p)), fits.given]
@@ -218,7 +241,7 @@ def _unverified(
     ridge = fits.cleaned_ridge(kept, noisy)
     cleaned = fits.together(CLEANED, [kept] * task.folds, None, ridge, noisy)
     sharpness, _ = fit_sharpness(cleaned.judged, fits.given)
-    return [cleaned], Pool(np.array([sharpness]), np.zeros(p.shape[1])), p, noise, {}
+    return _Fitted([cleaned], Pool(np.array([sharpness]), np.zeros(p.shape[1])), p, {}, noise)
 
 
 def _alone(

@@ -8,23 +8,17 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit, logit
 
-from bilevel.cleaning.confusion import log_odds_of_shares
 from bilevel.cleaning.noise import (
     UNIDENTIFIED,
     Array,
     NoiseModel,
-    by_class,
-    cross_entropy,
     fit_noise,
-    fit_pool,
-    fit_sharpness,
-    softmax,
     threshold,
 )
+from bilevel.cleaning.signs import SURELY, Signs
 from bilevel.cleaning.suggestions import HARDLY_ANY, Evidence, with_trusted, without_trusted
 from bilevel.cleaning.task import CleaningTask
 
-_MOST_FOR_NOISE = 2_000  # judged samples; more would not change the answer
 _FEW = 0.005, 0.01  # called wrong where none may be: at least and at most
 _FEW_ALONE = 0.02  # the same without trusted samples
 _OF_THE_MODEL = 0.15
@@ -39,16 +33,8 @@ Where classes overlap, that explains most of the labels that a model contradicts
 so poor that it takes a third of right labels for wrong ones: of photographs at most 0.59 seemed
 wrong, none being so. Where a quarter of labels was wrong at random, it was mostly 0.65 to 0.9.
 """
-SURELY = 0.95  # the probability of an interval
 _LIKELY = 0.75  # the belief from which on labels are taken to be wrong, with odds of three to one
 _TELLING = 0.1  # of the way from calling all labels wrong to an F1 of 1; chance goes 0.06 of it
-_SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
-_EXPECTED = 8.0
-"""How much more often some labels of every class are wrong than none, where labels are cleaned."""
-_SELDOM = 2.0  # how much less often than not labels are wrong in a way that they do not show
-_DOUBLED = np.linspace(-3, 3, 13)  # how often a sharpness is; 99.7% of its prior
-CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
-_CONTRADICTION = 10.0  # nats; the odds against chance are 20,000 to one
 
 
 @dataclass(frozen=True)
@@ -75,85 +61,6 @@ class Verdict:
     wrong: float
     interval: tuple[float, float]
     noise: NoiseModel
-
-
-@dataclass(frozen=True)
-class Signs:
-    """Whether trusted samples are labelled otherwise than the judged ones are.
-
-    Attributes:
-        belief: the probability that labels are wrong at all.
-        certain: whether it is certain enough to change labels by it.
-    """
-
-    belief: float
-    certain: bool
-
-
-def signs_of_noise(judged: list[Array], trusted: list[Array], given: Array, right: Array) -> Signs:
-    """Compare the labels of trusted samples with those of the judged ones.
-
-    A label that is improbable is not wrong for that: classes overlap. If no label is wrong, what
-    predicts the judged labels best predicts the trusted ones, too. Three others stand against it:
-
-    - some labels of every class are wrong. Then no label is ever sure, however far a sample is from
-      other classes; where labels are as sure as the trusted ones, they tell against it;
-    - some labels of a few classes are wrong, with the same signs there;
-    - labels are wrong in a way that they do not show by themselves. Then the model that is fitted
-      without those that seem to be wrong predicts the trusted samples better.
-
-    It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
-    as wrong labels are unless they follow the features, or if the trusted ones contradict them by
-    far.
-
-    Args:
-        judged, trusted: the logits of models, none of which were fitted to these samples; the last
-            is fitted without the labels that seem to be wrong.
-        given, right: the labels of these samples.
-    """
-    every = -(-len(given) // _MOST_FOR_NOISE)
-    judged, given = [z[::every] for z in judged], given[::every]
-    models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
-    one = fit_pool(models, np.concatenate([given, right])).logits(trusted)
-    as_given, flat = cross_entropy(one, right), fit_sharpness(one, right)
-    gained = len(right) * as_given + _at_any_sharpness(judged[-1], trusted[-1], given, right)
-    # That trusted samples are harder to predict than the others is no sign of wrong labels.
-    by_chance = len(right) * (as_given - flat[1]) if flat[0] < 1 else 0.0
-    hidden = gained - by_chance - np.log(_SELDOM)
-    sharpness, _ = fit_sharpness(judged[0], given)
-    first, second = (
-        _losses(softmax(sharpness * z), labels)
-        for z, labels in ((judged[0], given), (trusted[0], right))
-    )
-    spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
-    harder = float(first.mean() - second.mean()) / max(spread, 1e-12)
-    evidence = hidden
-    if hidden < _CONTRADICTION:
-        shown = log_odds_of_shares(_SHARES, judged[0], given, trusted[0], right, _EXPECTED)
-        evidence = float(np.logaddexp(hidden, shown))
-    belief = float(expit(evidence))
-    return Signs(belief, belief > SURELY and (harder > CLEARLY or gained > _CONTRADICTION))
-
-
-def _at_any_sharpness(judged: Array, trusted: Array, given: Array, right: Array) -> float:
-    """The log of the mean likelihood of trusted labels, over sharpnesses of the model.
-
-    They are probable around that with which the model fits the given labels, within a factor of
-    two. As a mean, and not the highest one, the likelihood exceeds another by chance no more often
-    than its odds say, however few the samples are.
-    """
-    sharpness, _ = fit_sharpness(judged, given)
-    prior = -0.5 * _DOUBLED**2
-    found = [
-        part - len(right) * cross_entropy(sharpness * 2.0**doubled * trusted, right)
-        for doubled, part in zip(_DOUBLED, prior, strict=True)
-    ]
-    return float(np.logaddexp.reduce(found) - np.logaddexp.reduce(prior))
-
-
-def _losses(p: Array, labels: Array) -> Array:
-    lost: Array = -np.log(np.maximum(p[np.arange(len(labels)), labels], 1e-300))
-    return lost
 
 
 def judge(
