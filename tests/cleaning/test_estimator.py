@@ -146,6 +146,19 @@ def test_old_labels_of_trusted_rows_measure_the_noise(insects: Insects) -> None:
         LabelCleaner().fit(insects.X, insects.y, y_clean=insects.true[:3], trusted=mask)
 
 
+def test_right_labels_are_in_the_order_of_the_rows_in_trusted(
+    insects: Insects,
+) -> None:
+    rows = np.random.default_rng(0).permutation(460)[:100]
+    mask = np.isin(np.arange(460), rows)
+    cleaner = LabelCleaner(max_steps=2)
+    cleaner.fit(insects.X, insects.y, y_clean=insects.true[rows], trusted=rows)
+    issues = cleaner.label_issues()
+    assert (issues["predicted_label"][mask] == insects.true[mask]).all()
+    with pytest.raises(ArgumentError, match="trusted names row 7 more than once"):
+        cleaner.fit(insects.X, insects.y, y_clean=insects.true[[7, 7]], trusted=[7, 7])
+
+
 @pytest.mark.slow
 def test_a_class_without_trusted_rows_is_named(insects: Insects) -> None:
     some = insects.y[400:] != "cat"

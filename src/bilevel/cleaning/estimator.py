@@ -34,7 +34,7 @@ from bilevel.cleaning.inputs import (
 )
 from bilevel.cleaning.module import ModuleLearner
 from bilevel.cleaning.recipe import POOLED, CleaningResult, clean
-from bilevel.cleaning.roles import Roles, assign_folds, assign_roles, trusted_mask
+from bilevel.cleaning.roles import Roles, assign_folds, assign_roles, trusted_rows
 from bilevel.cleaning.rows import FeatureRows, Scaler, linear
 from bilevel.cleaning.softmax import SoftmaxRegression
 from bilevel.cleaning.task import CleaningTask, SearchSettings
@@ -172,8 +172,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 gave no label.
             X_clean, y_clean: samples whose labels are right, with the same features.
             trusted: which rows of X have a right label: a mask, or their numbers. With ``y_clean``,
-                one for each of these rows or for all rows of X, these are the right labels, and y
-                has those that were given before, which show directly how often labels are wrong.
+                one for each of these rows in their order or for all rows of X, these are the right
+                labels, and y has those that were given before, which show directly how often labels
+                are wrong.
             pred_probs: the probability of each class for each row, by a model of your own that was
                 not trained on that row. X may then be None, and nothing can be predicted.
         """
@@ -196,14 +197,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         labels = Labels.of(y, votes)
         self.classes_ = labels.classes
         count = len(y)
-        mask = None if trusted is None else trusted_mask(trusted, count)
+        checked = None if trusted is None else trusted_rows(trusted, count)
+        mask = None if checked is None else np.isin(np.arange(count), checked)
         if X_clean is not None:
             features, right = self._validated(X_clean, y_clean, reset=False)
             labels.append(right)
             X = stacked(X, features)
         elif y_clean is not None:
-            assert mask is not None
-            labels.correct(mask, y_clean)
+            assert checked is not None
+            labels.correct(checked, y_clean)
         logits = None
         if pred_probs is not None:
             shape = count, len(self.classes_)

@@ -68,8 +68,8 @@ class Labels:
         """Take the labels of X_clean."""
         self.codes = np.concatenate([self.codes, self._coded("y_clean", right)])
 
-    def correct(self, mask: Array, y_clean: Any) -> None:
-        """Take the right labels of the rows in ``mask``, given for these or for all rows."""
+    def correct(self, rows: Array, y_clean: Any) -> None:
+        """Take the right labels of these rows: one for each in their order, or those of all."""
         with as_our_own():
             right = np.asarray(as_array(y_clean))
         if right.ndim == 0 or right.size != len(right):
@@ -77,14 +77,20 @@ class Labels:
                 f"y_clean must hold one label for each row, but has the shape {right.shape}"
             )
         right, count = right.reshape(-1), len(self.codes)
-        if len(right) not in (count, int(mask.sum())):
+        numbers, times = np.unique(rows, return_counts=True)
+        if len(right) == count:
+            rows, right = numbers, right[numbers]
+        elif len(right) != len(rows):
             raise ArgumentError(
-                f"y_clean has {len(right)} labels, but trusted names {int(mask.sum())} rows of "
-                f"{count}"
+                f"y_clean has {len(right)} labels, but trusted names {len(rows)} rows of {count}"
             )
-        right = right[mask] if len(right) == count else right
-        self.old, self.codes = self.codes[mask], self.codes.copy()
-        self.codes[mask] = self._coded("y_clean", right)
+        elif len(numbers) < len(rows):
+            raise ArgumentError(
+                f"trusted names row {numbers[times > 1][0]} more than once; name each row once, "
+                f"with one label in y_clean"
+            )
+        self.old, self.codes = self.codes[numbers], self.codes.copy()
+        self.codes[rows] = self._coded("y_clean", right)
 
     def _coded(self, name: str, labels: Array) -> Array:
         """The position of each label among the classes of y."""

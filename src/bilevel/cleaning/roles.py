@@ -94,17 +94,15 @@ def _part_of_each_class(codes: Numbers, fraction: float, rng: Any) -> Numbers:
     return np.sort(np.concatenate(chosen)).astype(np.int64)
 
 
-def trusted_mask(trusted: Any, count: int) -> npt.NDArray[np.bool_]:
-    """The rows that ``trusted`` means, a mask or a list of row numbers."""
+def trusted_rows(trusted: Any, count: int) -> Numbers:
+    """The numbers of the rows that ``trusted`` means, a mask or such numbers, in their order."""
     trusted = np.asarray(trusted)
-    mask: npt.NDArray[np.bool_] = np.zeros(count, dtype=bool)
     if trusted.dtype == bool:
         if trusted.shape != (count,):
             raise ArgumentError(
                 f"trusted is a mask of shape {trusted.shape}, but X has {count} rows"
             )
-        mask[:] = trusted
-        return mask
+        return np.flatnonzero(trusted)
     if trusted.ndim != 1 or (trusted.size and trusted.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"trusted must be a mask or the numbers of rows, not an array of {trusted.dtype} of "
@@ -120,5 +118,5 @@ def trusted_mask(trusted: Any, count: int) -> npt.NDArray[np.bool_]:
             "trusted has a 0 or a 1 for each row of X, and so seems to be a mask, but as numbers "
             "of rows it names the first two; make it True and False by .astype(bool)"
         )
-    mask[trusted.astype(np.int64)] = True
-    return mask
+    rows: Numbers = trusted.astype(np.int64)
+    return rows
