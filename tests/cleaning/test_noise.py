@@ -9,7 +9,6 @@ from scipy.special import softmax
 from bilevel.cleaning import confusion, noise
 from bilevel.cleaning.comparison import best_ridge
 from bilevel.cleaning.noise import MISSING, NoiseModel, fit_pool
-from bilevel.cleaning.signs import signs_of_noise
 from bilevel.cleaning.suggestions import Evidence, with_trusted, without_trusted
 
 RNG = np.random.default_rng(0)
@@ -96,21 +95,6 @@ def test_the_search_for_a_ridge_goes_as_far_as_it_must(best: float) -> None:
     assert best_ridge((2.0, 2.0, 2.0), lambda r: (0.0, "only")) == (2.0, "only")
 
 
-def test_clean_labels_show_no_noise_and_wrong_ones_do() -> None:
-    rng = np.random.default_rng(0)
-    truth = rng.integers(0, 3, 1200)
-    models = [2 * np.eye(3)[truth] + rng.normal(size=(1200, 3)) for _ in range(2)]
-    right, given = truth[:200], truth[200:]
-    trusted, judged = [z[:200] for z in models], [z[200:] for z in models]
-    none = signs_of_noise(judged, trusted, given, right)
-    assert none.belief < 0.1
-    assert not none.certain
-    wrong = np.where(rng.random(1000) < 0.3, (given + 1) % 3, given)
-    some = signs_of_noise(judged, trusted, wrong, right)
-    assert some.belief > 0.99
-    assert some.certain
-
-
 def test_wrong_labels_are_told_from_classes_that_overlap() -> None:
     rng = np.random.default_rng(0)
     centres = rng.integers(0, 3, 4000)
@@ -168,17 +152,6 @@ def test_labels_tell_by_themselves_how_many_of_them_are_wrong(share: float) -> N
     assert max(found, key=lambda other: found[other]) == share
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2])
-def test_a_few_trusted_samples_tell_wrong_labels_from_classes_that_overlap(share: float) -> None:
-    rng = np.random.default_rng(3)
-    truth = rng.integers(0, 3, 1230)
-    z = 2 * (1.8 * np.eye(3)[truth] + rng.normal(size=(1230, 3)))  # one in six is misclassified
-    given = np.where(rng.random(1230) < share, (truth + 1) % 3, truth)[30:]
-    trusted, judged, right = [z[:30]], [z[30:]], truth[:30]
-    signs = signs_of_noise(judged, trusted, given, right)
-    assert signs.belief > 0.9 if share else signs.belief < 0.5
-
-
 def test_classes_that_logits_do_not_tell_are_no_noise_if_trusted_samples_have_them() -> None:
     rng = np.random.default_rng(5)
     truth = rng.integers(0, 3, 1300)
@@ -206,13 +179,3 @@ def test_wrong_labels_of_one_class_are_told_from_classes_that_overlap_there(
     assert confusion.log_odds_of_shares(shares, *sets) < 0  # most classes show no wrong labels
     found = confusion.log_odds_of_shares(shares, *sets, weight=1.0)
     assert found > 3 if wrong else found < 0
-
-
-def test_trusted_labels_that_are_harder_to_predict_are_no_sign_of_wrong_ones() -> None:
-    rng = np.random.default_rng(7)
-    truth = rng.integers(0, 2, 1100)
-    z = 2 * (2 * np.eye(2)[truth] + rng.normal(size=(1100, 2)))
-    right = np.where(rng.random(100) < 0.15, 1 - truth[:100], truth[:100])  # hard ones by chance
-    signs = signs_of_noise([z[100:]] * 2, [z[:100]] * 2, truth[100:], right)
-    assert signs.belief < 0.5
-    assert not signs.certain
