@@ -119,3 +119,11 @@ def test_classes_that_a_model_cannot_tell_are_no_wrong_labels() -> None:
     )
     cleaner = LabelCleaner(random_state=0).fit(X[50:], y[50:], X_clean=X[:50], y_clean=y[:50])
     assert cleaner.label_issues()["is_label_issue"].mean() <= 0.01
+
+
+def test_where_no_trusted_label_was_wrong_before_few_labels_are_called_wrong() -> None:
+    X, y = load_digits(return_X_y=True)
+    rows = np.random.default_rng(5).permutation(len(y))[:40]
+    cleaner = LabelCleaner(random_state=5).fit(X, y, trusted=rows, y_clean=y[rows])
+    assert cleaner.label_issues()["is_label_issue"].mean() <= 0.01
+    assert cleaner.wrong_share_interval_[0] == 0

@@ -118,7 +118,8 @@ def judge(
     # So many labels may be wrong without one of the trusted ones showing it.
     few = _lowest(quality, np.clip(1 / len(task.trusted), *_FEW) if fitted else _FEW_ALONE)
     contradicted = float((frequency.argmax(1) != given).mean())
-    doubtful = belief < _LIKELY if fitted else wrong < _MOSTLY * contradicted
+    unlikely = not certain if measured else belief < _LIKELY
+    doubtful = unlikely if fitted else wrong < _MOSTLY * contradicted
     if told < _TELLING:
         limit = min(limit, few)
     elif not fitted and wrong < _OF_THE_MODEL:
@@ -127,7 +128,7 @@ def judge(
         limit = min(limit, few)
     elif not fitted or wrong < HARDLY_ANY:
         limit = min(limit, max(0.5, few))  # what is rare has to be probable, too
-    if belief < SURELY:
+    if unlikely or belief < SURELY:
         low = 0.0
     return Verdict(
         quality=quality,
