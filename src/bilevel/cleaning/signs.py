@@ -87,11 +87,10 @@ def signs_of_noise(
     # That trusted samples are harder to predict than the others is no sign of wrong labels.
     by_chance = len(right) * (as_given - flat[1]) if flat[0] < 1 else 0.0
     hidden = gained - by_chance
-    if apart is not None:
+    if apart is not None:  # the one or the other, both as likely
         own = apart[0][::every], apart[1]
-        hidden = float(
-            np.logaddexp(hidden, _in_other_parts((judged[0], trusted[0]), own, given, right))
-        )
+        other = _in_other_parts((judged[0], trusted[0]), own, given, right)
+        hidden = float(np.logaddexp(hidden, other) - np.log(2))
     hidden -= np.log(_SELDOM)
     sharpness, _ = fit_sharpness(judged[0], given)
     first, second = (
