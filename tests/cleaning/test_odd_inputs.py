@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import sparse
+from scipy.special import softmax
+from sklearn.compose import ColumnTransformer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from bilevel import LabelCleaner
@@ -205,3 +211,81 @@ def test_what_is_masked_is_missing() -> None:
     assert np.array_equal(found.predict_proba(masked), known.predict_proba(missing))
     with pytest.raises(ArgumentError, match="NaN"):
         LabelCleaner().fit(X, np.ma.MaskedArray(Y, np.arange(90) == 5))
+
+
+def test_what_is_found_does_not_depend_on_the_order_of_the_rows() -> None:
+    rng = np.random.default_rng(1)
+    truth = np.arange(6000) % 2  # every second row is of the second class
+    rows = rng.normal(size=(6000, 4)) + 2 * np.eye(2, 4)[truth]
+    given = np.where((truth == 1) & (rng.random(6000) < 0.3), 0, truth)
+    trusted = {"X_clean": rows[:100], "y_clean": truth[:100]}
+    order = rng.permutation(6000)[100:]
+    shares = [
+        LabelCleaner(max_steps=1).fit(rows[some], given[some], **trusted).wrong_share_
+        for some in (np.arange(100, 6000), order)
+    ]
+    assert shares[0] == pytest.approx(shares[1], abs=0.02)
+
+
+def test_predictions_in_a_table_are_taken_by_the_names_of_the_classes() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 3, 200)
+    p = softmax(3 * np.eye(3)[truth] + rng.normal(size=(200, 3)), 1)
+    names = np.array(["ant", "bee", "cat"])
+    given = names[np.where(rng.random(200) < 0.2, (truth + 1) % 3, truth)]
+    table = pd.DataFrame(p, columns=names)
+    qualities = [
+        LabelCleaner().fit(None, given, pred_probs=some).label_quality_
+        for some in (p, table, table[["cat", "ant", "bee"]])
+    ]
+    assert (qualities[0] == qualities[1]).all()
+    assert (qualities[0] == qualities[2]).all()
+    with pytest.raises(ArgumentError, match=r"pred_probs has the columns 'a', 'b', 'c'"):
+        LabelCleaner().fit(None, given, pred_probs=table.set_axis([*"abc"], axis=1))
+    with pytest.raises(ArgumentError, match="X has 199 rows, but y has 200 labels"):
+        LabelCleaner().fit(p[1:], given, pred_probs=p)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_label_that_is_missing_in_lists_of_text_is_no_class(missing: Any) -> None:
+    votes = [["ant", missing, "ant"], ["bee", "bee", missing]] * 20
+    rows = np.random.default_rng(0).normal(size=(40, 2)) + [[3.0, 0.0], [0.0, 3.0]] * 20
+    cleaner = LabelCleaner(max_steps=1).fit(rows, votes)
+    assert cleaner.classes_.tolist() == ["ant", "bee"]
+    masked = np.ma.masked_equal([["ant", "?", "ant"], ["bee", "bee", "?"]] * 20, "?")
+    again = LabelCleaner(max_steps=1).fit(rows, masked)
+    assert again.classes_.tolist() == ["ant", "bee"]
+    assert (again.label_quality_ == cleaner.label_quality_).all()
+
+
+def test_weights_of_classes_are_for_the_labels_of_the_user() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 3, 240)
+    rows = rng.normal(size=(240, 3)) + np.eye(3)[truth]
+    labels = np.array(["ant", "bee", "cat"])[truth]
+    predicted = {
+        name: LabelCleaner(LogisticRegression(class_weight={name: 1000.0})).fit(rows, labels)
+        for name in ("ant", "cat")
+    }
+    for name, cleaner in predicted.items():
+        assert (cleaner.predict(rows) == name).mean() > 0.9
+    with pytest.raises(ArgumentError, match="class_weight for 'dog'"):
+        LabelCleaner(LogisticRegression(class_weight={"dog": 2.0})).fit(rows, labels)
+
+
+def test_a_classifier_may_choose_columns_by_name() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 2, 120)
+    table = pd.DataFrame(rng.normal(size=(120, 3)) + 2 * truth[:, None], columns=[*"abc"])
+    chosen = ColumnTransformer([("some", StandardScaler(), ["a", "c"])])
+    model = make_pipeline(chosen, LogisticRegression())
+    cleaner = LabelCleaner(model).fit(table, truth)
+    assert cleaner.score(table, truth) > 0.9
+
+
+def test_missing_numbers_need_a_scale() -> None:
+    rows = np.random.default_rng(0).normal(size=(60, 2))
+    rows[3, 1] = np.nan
+    labels = (rows[:, 0] > 0).astype(int)
+    with pytest.raises(ArgumentError, match=r"X has NaN, .* standardize=True"):
+        LabelCleaner(standardize=False).fit(rows, labels)

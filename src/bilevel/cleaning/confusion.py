@@ -15,7 +15,6 @@ import numpy as np
 from bilevel.cleaning.lbfgs import minimised
 from bilevel.cleaning.noise import (
     ITERATIONS,
-    MOST_SAMPLES,
     PRECISION,
     TOLERANCE,
     Array,
@@ -24,6 +23,7 @@ from bilevel.cleaning.noise import (
     fit_sharpness,
     log_softmax,
     softmax,
+    some_of,
 )
 
 _ROUGHLY = 6  # iterations; more change the log of odds by less than chance does
@@ -38,10 +38,10 @@ def separated(logits: Array, labels: Array) -> Pool:
     Only wrong labels that show in this way are found. T, a and c maximise the likelihood, by
     expectation maximisation; as a prior, a few labels of each class are right.
     """
-    every = -(-len(labels) // MOST_SAMPLES)
-    some, given = logits[::every], labels[::every]
-    sharpness, _ = fit_sharpness(some, given)
-    link = _Confused(sharpness * some, given, len(given)).link
+    some = some_of(len(labels))
+    z, given = by_class(logits[some]), labels[some]
+    sharpness, _ = fit_sharpness(z, given)
+    link = _Confused(sharpness * z, given, len(given)).link
     return Pool(link[:1] * sharpness, link[1:])
 
 

@@ -27,6 +27,7 @@ from bilevel.cleaning.inputs import (
     labels_of,
     majority_of,
     refuse_missing_in_sparse,
+    refuse_missing_unscaled,
     refuse_mixed_labels,
     refuse_text,
     stacked,
@@ -176,7 +177,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 labels, and y has those that were given before, which show directly how often labels
                 are wrong.
             pred_probs: the probability of each class for each row, by a model of your own that was
-                not trained on that row. X may then be None, and nothing can be predicted.
+                not trained on that row; with a column for each class, in sorted order or, in a
+                DataFrame, by name. X may then be None, and nothing can be predicted.
         """
         self._check_arguments()
         folder = None if self.checkpoint is None else checked_path("checkpoint", self.checkpoint)
@@ -190,6 +192,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         rng = _random_state(self.random_state)
         y, votes = majority_of(y)
+        features = X
         if pred_probs is None:
             X, y = self._validated(X, y, reset=True)
         else:
@@ -200,16 +203,18 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         checked = None if trusted is None else trusted_rows(trusted, count)
         mask = None if checked is None else np.isin(np.arange(count), checked)
         if X_clean is not None:
-            features, right = self._validated(X_clean, y_clean, reset=False)
+            more, right = self._validated(X_clean, y_clean, reset=False)
             labels.append(right)
-            X = stacked(X, features)
+            X = stacked(X, more)
         elif y_clean is not None:
             assert checked is not None
             labels.correct(checked, y_clean)
         logits = None
         if pred_probs is not None:
-            shape = count, len(self.classes_)
-            logits = checked_predictions(pred_probs, shape, separate=X_clean is not None)
+            separate = X_clean is not None
+            logits = checked_predictions(
+                pred_probs, count, self.classes_, features, separate=separate
+            )
         self._fit_checked(X, labels, count, mask, logits, rng, folder)
         self._index = index if is_pandas_index(index) else None
         return self
@@ -409,7 +414,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.model is None:
             return SoftmaxRegression(rows, classes)
         if self._is_classifier:
-            return ClassifierLearner(self.model, classes)
+            names = getattr(self, "feature_names_in_", None)
+            return ClassifierLearner(self.model, self.classes_, names)
         learner = ModuleLearner(self.model, classes, self.batch_size, seed)
         learner.check(rows)
         return learner
@@ -444,14 +450,19 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         with as_our_own():
             if y is None and not reset:
                 X = validate_data(self, X, **options)
-                refuse_missing_in_sparse(X)
+                self._check_missing(X)
                 return X, None
             refuse_mixed_labels(y)
             X, y = validate_data(self, X, y, **options)
-            refuse_missing_in_sparse(X)
+            self._check_missing(X)
             if isinstance(X, np.ndarray) and np.isnan(X).all():
                 raise ArgumentError("X has no number in it: every entry is NaN, which is missing")
             return X, labels_of(y, few=not reset)
+
+    def _check_missing(self, X: Any) -> None:
+        refuse_missing_in_sparse(X)
+        if not self.standardize and not self._is_classifier:
+            refuse_missing_unscaled(X)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -111,6 +111,8 @@ def majority_of(y: Any) -> tuple[Any, Array | None]:
     """
     with as_our_own():
         array = np.asarray(as_array(y))
+        if array.dtype.kind in "US" and isinstance(y, list | tuple):
+            array = np.array(y, dtype=object)  # otherwise NaN becomes the text "nan"
     if array.ndim != 2 or array.shape[1] < 2:
         return y, None
     _refuse_one_hot(array)
@@ -177,8 +179,14 @@ def with_its_type(y: Any) -> Any:
     return y
 
 
-def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bool) -> Array:
+def checked_predictions(
+    pred_probs: Any, rows: int, classes: Array, X: Any, *, separate: bool
+) -> Array:
     """Probabilities as logits; trusted rows must not be ``separate`` ones."""
+    shape = rows, len(classes)
+    if X is not None and (count := X.shape[0] if hasattr(X, "shape") else len(X)) != rows:
+        raise ArgumentError(f"X has {count} rows, but y has {rows} labels")
+    pred_probs = _by_name(pred_probs, classes.tolist())
     with as_our_own():
         given = np.asarray(as_array(pred_probs), dtype=np.float64)
     logits: Array = log_probabilities(given)
@@ -197,11 +205,32 @@ def checked_predictions(pred_probs: Any, shape: tuple[int, int], *, separate: bo
     return logits
 
 
+def _by_name(pred_probs: Any, classes: list[Any]) -> Any:
+    """The columns of a DataFrame in the order of the classes that they are named after."""
+    names = list(getattr(pred_probs, "columns", range(len(classes))))
+    if names == list(range(len(classes))) or len(names) != len(classes):
+        return pred_probs  # without names; the shape is checked later
+    places = {str(name): place for place, name in enumerate(names)}
+    wanted = [str(label) for label in classes]
+    if set(places) != set(wanted):
+        raise ArgumentError(
+            f"pred_probs has the columns {listed(names)}, but the classes are {listed(classes)}; "
+            f"name the columns after them, or give .to_numpy() with the columns in that order"
+        )
+    return pred_probs.iloc[:, [places[label] for label in wanted]]
+
+
 def as_array(given: Any) -> Any:
-    """A tensor as a NumPy array, a masked array with NaN for what is masked, or what is given."""
-    if isinstance(given, np.ma.MaskedArray) and given.dtype.kind in "biuf":
-        numbers: Array = given.data
-        return np.where(np.ma.getmaskarray(given), np.nan, numbers) if given.mask.any() else numbers
+    """A tensor as an array, a masked array with NaN or None for what is masked, or ``given``."""
+    if isinstance(given, np.ma.MaskedArray):
+        found: Array = given.data
+        if not np.any(given.mask):
+            return found
+        if found.dtype.kind in "biuf":
+            return np.where(np.ma.getmaskarray(given), np.nan, found)
+        found = found.astype(object)
+        found[np.ma.getmaskarray(given)] = None
+        return found
     if not isinstance(given, Tensor):
         return given
     if given.layout != torch.strided:
@@ -221,6 +250,15 @@ def refuse_missing_in_sparse(X: Any) -> None:
         raise ArgumentError(
             "X is sparse and has NaN; what is missing can be told only where X is dense, as it is "
             "taken for the mean: use .toarray(), or fill it in"
+        )
+
+
+def refuse_missing_unscaled(X: Any) -> None:
+    """Refuse NaN in features that are not scaled, as their mean is not known then."""
+    if isinstance(X, np.ndarray) and np.isnan(X).any():
+        raise ArgumentError(
+            "X has NaN, which is taken for the mean of its column only with standardize=True; fill "
+            "it in, or leave standardize as it is"
         )
 
 

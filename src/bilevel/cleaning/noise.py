@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,12 +35,20 @@ MISSING = -1
 _LEAST_PART = 1 / 2  # of the wrong labels follow the features; with fewer, qualities are too high
 ITERATIONS = 100
 TOLERANCE = 1e-3
-MOST_SAMPLES = 5_000
+MOST_SAMPLES = 5_000  # of an estimate that more would not change
 _PRIOR = 20.0  # samples of each class that are assumed to have been seen, with average noise
 PRECISION = 5.0
 """Of the prior of a pool: as much as 20 labelled samples say, each at most 1/4 about a logit."""
 UNIDENTIFIED = 0.2
 """By how much s may be wrong, because the labels alone do not tell it."""
+
+
+@lru_cache(maxsize=8)
+def some_of(count: int, most: int = MOST_SAMPLES) -> Any:
+    """Which of so many samples an estimate is made from; a choice at random knows no order."""
+    if count <= most:
+        return slice(None)
+    return np.sort(np.random.default_rng(0).permutation(count)[:most])
 
 
 def by_class(logits: Any) -> Array:
@@ -68,8 +77,8 @@ def cross_entropy(logits: Array, labels: Array) -> float:
 
 def fit_sharpness(logits: Array, labels: Array) -> tuple[float, float]:
     """The factor b for which softmax(b * logits) fits the labels best, and the loss with it."""
-    every = -(-len(labels) // MOST_SAMPLES)  # more samples would not change the estimate
-    z, given = logits[::every], labels[::every]
+    some = some_of(len(labels))
+    z, given = by_class(logits[some]), labels[some]
     at_given = float(z[np.arange(len(given)), given].mean())
     # Without a prior, a few samples predicted by luck would make the model sure of everything.
     # Its width is a factor of e: models of noisy labels have logits that are several times too low.
@@ -222,8 +231,8 @@ def fit_noise(
         known: how often each class is known to have been given each label.
         by_class: whether s is zero: labels depend on the class alone.
     """
-    every = -(-len(p) // MOST_SAMPLES)  # more samples would not change the estimate
-    p, b, labels = p[::every], b[::every], labels[::every]
+    some = some_of(len(p))
+    p, b, labels = np.asfortranarray(p[some]), np.asfortranarray(b[some]), labels[some]
     classes = p.shape[1]
     identity = np.eye(classes)
     known = np.zeros((classes, classes)) if known is None else known

@@ -18,6 +18,7 @@ from bilevel.cleaning.noise import (
     fit_pool,
     fit_sharpness,
     softmax,
+    some_of,
 )
 
 OnBoth: TypeAlias = tuple[Array, Array]
@@ -78,8 +79,8 @@ def signs_of_noise(
         apart: the logits of a model of the trusted samples alone, none of which was fitted to its
             sample either; None: there is none.
     """
-    every = -(-len(given) // _MOST_FOR_NOISE)
-    judged, given = [z[::every] for z in judged], given[::every]
+    some = some_of(len(given), _MOST_FOR_NOISE)
+    judged, given = [by_class(z[some]) for z in judged], given[some]
     models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
     one = fit_pool(models, np.concatenate([given, right])).logits(trusted)
     as_given, flat = cross_entropy(one, right), fit_sharpness(one, right)
@@ -88,7 +89,7 @@ def signs_of_noise(
     by_chance = len(right) * (as_given - flat[1]) if flat[0] < 1 else 0.0
     hidden = gained - by_chance
     if apart is not None:  # the one or the other, both as likely
-        own = apart[0][::every], apart[1]
+        own = apart[0][some], apart[1]
         other = _in_other_parts((judged[0], trusted[0]), own, given, right)
         hidden = float(np.logaddexp(hidden, other) - np.log(2))
     hidden -= np.log(_SELDOM)
