@@ -199,14 +199,14 @@ CASES: dict[str, Case] = {
         NPZ, arrays("trusted", X=at(5, np.inf)), "trusted.npz: X has an infinite value", ()
     ),
     "text in an array": Case(NPZ, arrays("train", X=lambda X: X.astype(str)), "array of <U", ()),
-    "dates": Case(
+    "lists": Case(
         Animals.write_parquet,
         lambda p: (
             pd.read_parquet(p["train"])
-            .assign(day=pd.Timestamp("2024-01-01"))
+            .assign(days=pd.Series([[1, 2]] * 240))
             .to_parquet(p["train"])
         ),
-        "'day' holds 'Timestamp', neither numbers nor text",
+        "'days' holds 'ndarray', neither numbers nor text; leave it out by --ignore",
     ),
     # arrays
     "no X": Case(NPZ, arrays("train", X=lambda X: None), "has no array 'X'; it has 'y'", ()),

@@ -113,6 +113,7 @@ def test_every_kind_of_input(animals: Animals, tmp_path: Path, kind: str) -> Non
 
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["suspect"] == suspect.sum() == np.sum(figures["confusions"])
+    assert {out / name for name in figures["files"]} == set(out.iterdir())
     first, *lines = output.strip().splitlines()
     assert first == f"figures: {tmp_path / 'figures.json'}"  # written before anything is said
     low, high = figures["wrong_share_interval"]

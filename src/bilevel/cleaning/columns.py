@@ -28,6 +28,7 @@ _MOST_WORDS = 50_000
 _FEWEST_ROWS = 20  # with fewer, what a column holds cannot be told from its values
 _DATE = re.compile(r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})($|[T ])")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+_TRUTH = frozenset({"true", "false"})
 _NUMERIC_SHARE = 0.9  # if this share of the values are numbers, the others are taken for mistakes
 
 
@@ -140,7 +141,11 @@ class NumberColumn(Column):
 
 @dataclass(frozen=True)
 class CategoryColumn(Column):
-    """One feature for each known value, 1 where the column has it; unknown values are all 0."""
+    """One feature for each known value, 1 where the column has it; unknown values are all 0.
+
+    TRUE, True and true are the same value, because programs that read files make truth values of
+    them, from which it cannot be told how they were written.
+    """
 
     kind: ClassVar[str] = "category"
     name: str
@@ -148,11 +153,19 @@ class CategoryColumn(Column):
 
     @classmethod
     def fitted(cls, name: str, values: Array) -> CategoryColumn:
-        return cls(name, sorted(set(_as_text(values))))
+        found = sorted(set(_as_text(values)))
+        if all(value.lower() in _TRUTH or _is_missing(value) for value in found):
+            found = sorted({value.lower(): value for value in found}.values())
+        return cls(name, found)
 
     def encode(self, values: Array, source: str) -> Any:
         places = {value: place for place, value in enumerate(self.values)}
-        codes = np.array([places.get(value, -1) for value in _as_text(values)])
+        texts = _as_text(values)
+        truths = {v.lower(): place for v, place in places.items() if v.lower() in _TRUTH}
+        for value in set(texts) - places.keys() if truths else ():
+            if value.lower() in truths:
+                places[value] = truths[value.lower()]
+        codes = np.array([places.get(value, -1) for value in texts])
         known = codes >= 0
         ends = np.concatenate([[0], np.cumsum(known)])
         entries = np.ones(ends[-1]), codes[known], ends

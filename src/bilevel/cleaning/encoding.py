@@ -223,6 +223,7 @@ class TableEncoder(Encoder):
         for name in samples.columns:
             if name in choices.ignore:
                 continue
+            samples.check_readable(name)
             values = samples.table[name]
             why = None if name in choices.named else unhelpful(name, values)
             if why is not None:
@@ -246,6 +247,8 @@ class TableEncoder(Encoder):
                 f"{samples.name} has no column {listed(missing)}, which the training samples have; "
                 f"its columns are {listed(samples.columns, 20)}"
             )
+        for column in self.columns:
+            samples.check_readable(column.name)
         blocks = [c.encode(samples.table[c.name], samples.name) for c in self.columns]
         if self._sparse:
             return sparse.hstack(blocks, format="csr")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -65,28 +68,71 @@ def write(findings: Findings, folder: Path, *, overwrite: bool = False) -> None:
     """Write the labels, the model and the report to a folder; all files or none.
 
     In the tables an apostrophe comes before text that a spreadsheet would take for a formula and
-    compute. Numbers, such as the class -1, stay as they are.
+    compute. Numbers, such as the class -1, stay as they are. All else in the table with suggested
+    labels is as it was.
     """
     table, page, corrected = findings.table(), render(findings), findings.corrected()
     with written(folder, overwrite) as part:
-        _write_table(table, part / LABELS)
+        _write_table([table], part / LABELS, harmless)
         if corrected is not None:
-            _write_table(corrected, part / CORRECTED)
+            _write_table(corrected, part / CORRECTED, _harmless_or_number)
         findings.model().save(part)
         (part / REPORT).write_text(page, encoding="utf-8")
 
 
-def _write_table(table: pd.DataFrame, path: Path) -> None:
-    _disarm(table)
-    # pandas by itself writes few rows of a wide table at a time, each time as slowly as many.
-    table.to_csv(path, index=False, lineterminator="\n", encoding="utf-8", chunksize=1000)
+def _write_table(
+    pieces: Iterable[pd.DataFrame], path: Path, made_harmless: Callable[[Any], Any]
+) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        for number, piece in enumerate(pieces):
+            table = piece.copy(deep=False)
+            _disarm(table, made_harmless)
+            # pandas by itself writes few rows of a wide table at a time, each time as slowly as
+            # many.
+            table.to_csv(
+                file,
+                index=False,
+                header=number == 0,
+                quoting=_quoting(table),
+                lineterminator="\n",
+                chunksize=1000,
+            )
 
 
-def _disarm(table: pd.DataFrame) -> None:
+def _disarm(table: pd.DataFrame, made_harmless: Callable[[Any], Any]) -> None:
     """Put an apostrophe before text that a spreadsheet would compute, in place."""
     for column, values in table.items():
         if not pd.api.types.is_numeric_dtype(values.dtype):
             found = values.tolist()
-            safe = [harmless(value) for value in found]
+            safe = [made_harmless(value) for value in found]
             if any(new is not old for new, old in zip(safe, found, strict=True)):
                 table[column] = safe
+
+
+def _quoting(table: pd.DataFrame) -> Any:
+    """All cells are quoted where one has a carriage return, for which alone none would be."""
+    texts: list[Iterable[Any]] = [table.columns]
+    texts += [
+        values.tolist()
+        for _, values in table.items()
+        if not pd.api.types.is_numeric_dtype(values.dtype)
+    ]
+    if any(isinstance(text, str) and "\r" in text for some in texts for text in some):
+        return csv.QUOTE_ALL
+    return csv.QUOTE_MINIMAL
+
+
+def _harmless_or_number(value: Any) -> Any:
+    """A cell of a file, in which numbers may be written in more ways than the program writes them.
+
+    Example:
+        >>> _harmless_or_number(" -1.50"), _harmless_or_number("-inf"), _harmless_or_number("-A1")
+        (' -1.50', '-inf', "'-A1")
+    """
+    safe = harmless(value)
+    if safe is not value:
+        try:
+            float(value)
+        except ValueError:
+            return safe
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ class Findings:
         cleaner: the fitted estimator.
         classes: the labels in natural order, so that "9" comes before "10".
         given, predicted: the position in ``classes`` of each sample's label and of its prediction.
-        quality, weight: in steps of 1 / GRID, rounded down.
+        quality, weight: in steps of 1 / GRID, rounded down. Where the estimator chose the
+            threshold, a quality that would leave its side by that is rounded to the nearest step on
+            the right side.
         threshold: labels of a lower quality are suspect; also in these steps.
         seconds: the time that the work took.
     """
@@ -98,13 +100,30 @@ class Findings:
             f"{high:.1%}."
         )
 
-    def corrected(self) -> pd.DataFrame | None:
-        """The table that was read, with suggested labels, if the samples are one."""
+    def corrected(self) -> Iterator[pd.DataFrame] | None:
+        """The table that was read, with suggested labels, if the samples are one.
+
+        It comes in pieces, some rows at a time. All that is not a label is as it was in the file.
+        """
         if not isinstance(self.samples, TableSamples) or self.samples.original is None:
             return None
-        frame: pd.DataFrame = self.samples.original.copy()
-        frame[self.samples.label] = self.table()["suggested_label"].to_numpy()
-        return frame
+        return self._relabelled(self.samples, self.samples.original())
+
+    def _relabelled(
+        self, samples: TableSamples, pieces: Iterable[pd.DataFrame]
+    ) -> Iterator[pd.DataFrame]:
+        forms = np.empty(len(self.classes), dtype=object)
+        forms[:] = [samples.forms.get(name, name) for name in self.classes]
+        first = 0
+        for piece in pieces:
+            rows = slice(first, first + len(piece))
+            labels = piece[samples.label].to_numpy(dtype=object, copy=True)
+            suspect = self.suspect[rows]
+            labels[suspect] = forms[self.predicted[rows][suspect]]
+            corrected = piece.copy(deep=False)
+            corrected[samples.label] = labels
+            yield corrected
+            first = rows.stop
 
     def table(self) -> pd.DataFrame:
         """One row for each sample, as in ``labels.csv``."""
@@ -172,7 +191,11 @@ class Findings:
             "label_next": self.next_rows,
             "notices": [*self.encoder.notices, *self.cleaner.notices_],
             "seconds": self.seconds,
-            "files": [LABELS, TENSORS, DESCRIPTION, REPORT],
+            "files": [
+                LABELS,
+                *([] if self.corrected() is None else [CORRECTED]),
+                *(TENSORS, DESCRIPTION, REPORT),
+            ],
         }
 
 
@@ -212,6 +235,9 @@ def clean(
         warnings.simplefilter("ignore", CleaningWarning)  # they are among the findings
         cleaner.fit(X, y, X_clean=X_clean, y_clean=right)
     issues = cleaner.label_issues()
+    quality, limit = _on_grid(cleaner.label_quality_), round((threshold or 0.0) * GRID)
+    if threshold is None:
+        quality, limit = _apart(quality, issues["is_label_issue"].to_numpy())
     classes = sorted(cleaner.classes_.tolist(), key=_natural_order)
     codes = {name: code for code, name in enumerate(classes)}
     return Findings(
@@ -222,9 +248,9 @@ def clean(
         classes=classes,
         given=issues["given_label"].map(codes).to_numpy(np.int64),
         predicted=issues["predicted_label"].map(codes).to_numpy(np.int64),
-        quality=_on_grid(cleaner.label_quality_),
+        quality=quality,
         weight=_on_grid(cleaner.sample_weight_),
-        threshold=_limit(cleaner) if threshold is None else round(threshold * GRID),
+        threshold=limit,
         seconds=time.perf_counter() - start,
     )
 
@@ -256,11 +282,17 @@ def _checked_labels(samples: Samples, trusted: Samples | None) -> tuple[Labels, 
     return samples.labels, trusted.labels
 
 
-def _limit(cleaner: LabelCleaner) -> int:
-    """The threshold on the grid, above the quality of every label that is an issue."""
-    issues = cleaner.label_issues()
-    some = issues["label_quality"][issues["is_label_issue"]]
-    return int(_on_grid(some.max())) + 1 if len(some) else 0
+def _apart(
+    quality: npt.NDArray[np.int64], issue: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Qualities and a threshold on the grid, below which are the issues and no other label.
+
+    Qualities that differ by less than a step of the grid may be on both sides of the threshold.
+    """
+    if not issue.any():
+        return quality, 0
+    limit = min(int(quality[issue].max()) + 1, GRID)
+    return np.where(issue, np.minimum(quality, limit - 1), np.maximum(quality, limit)), limit
 
 
 def _on_grid(values: Any) -> npt.NDArray[np.int64]:

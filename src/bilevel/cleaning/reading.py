@@ -6,13 +6,15 @@ as they are written.
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import sys
 import textwrap
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from bilevel.errors import InputError
 
 LONGEST_LABEL = 1000
 """The most characters of a label, which is a name."""
+
+_SHOWN = 200  # characters of a value that is neither a number nor text
 
 
 def read(
@@ -94,18 +98,35 @@ def _read(
         )
     if labelled and label is None:
         raise InputError(f"which column of {printable(path)} holds the labels? Name it by --label")
+    table = TABLE_READERS[suffix](
+        path, label, {*text, *(name for name in (label, id_column) if name)}
+    )
     return from_frame(
-        TABLE_READERS[suffix](path, label, {*text, *(name for name in (label, id_column) if name)}),
+        table.frame,
         printable(path.name),
         label=label if labelled else None,
         id_column=id_column,
+        original=table.pieces,
     )
 
 
 def from_frame(
-    frame: pd.DataFrame, name: str, *, label: str | None = None, id_column: str | None = None
+    frame: pd.DataFrame,
+    name: str,
+    *,
+    label: str | None = None,
+    id_column: str | None = None,
+    original: Callable[[], Iterable[pd.DataFrame]] | None = None,
 ) -> TableSamples:
-    """Samples from the rows of a table, with columns of numbers or text."""
+    """Samples from the rows of a table, with columns of numbers or text.
+
+    Args:
+        frame: the table.
+        name: its name in messages.
+        label: the column of labels.
+        id_column: the column with the names of the rows.
+        original: gives the table as it is in its file, some rows at a time; None: it is ``frame``.
+    """
     check_columns_differ(name, frame.columns)
     frame = frame.rename(columns=str)
     for option, wanted in (("--label", label), ("--id", id_column)):
@@ -116,7 +137,11 @@ def from_frame(
             )
     if not len(frame):
         raise InputError(f"{name} has no rows")
-    labels = None if label is None else _labels(frame[label].to_numpy(dtype=object), name, label)
+    labels, forms = None, {}
+    if label is not None:
+        given = frame[label].to_numpy(dtype=object)
+        labels = _labels(given, name, label)
+        forms = dict(zip(labels.tolist(), given, strict=True))
     ids = None
     if id_column is not None:
         ids = [str(value) for value in frame[id_column]]
@@ -125,8 +150,17 @@ def from_frame(
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
-    table = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
-    return TableSamples(name, table, labels, ids, original=frame, label=label)
+    found = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
+    return TableSamples(
+        name,
+        {column: one.values for column, one in found.items()},
+        labels,
+        ids,
+        original=original or (lambda: [frame]),
+        label=label,
+        forms=forms,
+        unreadable={column: one.why for column, one in found.items() if one.why is not None},
+    )
 
 
 def _index(series: pd.Series[Any], name: str) -> list[str] | None:
@@ -150,27 +184,50 @@ def _index(series: pd.Series[Any], name: str) -> list[str] | None:
     return texts
 
 
-def _numbers_or_text(series: pd.Series[Any], name: str) -> Any:
-    """The values as float64 or as text; other types are refused."""
+@dataclass(frozen=True)
+class _Values:
+    """A column as float64 or as text, and why nothing can be learned from it, if that is so."""
+
+    values: Array
+    why: str | None = None
+
+
+def _numbers_or_text(series: pd.Series[Any], name: str) -> _Values:
+    """The values as float64 or as text; truth values, dates and times are text."""
     if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iuf":  # the usual case
-        return series.to_numpy(dtype=np.float64)
+        return _Values(series.to_numpy(dtype=np.float64))
     if isinstance(series.dtype, pd.CategoricalDtype):
         series = series.astype(object)
-    if pd.api.types.is_bool_dtype(series.dtype):
-        return series.astype(object).map(str).to_numpy(dtype=object)
-    if pd.api.types.is_numeric_dtype(series.dtype) and not pd.api.types.is_complex_dtype(series):
-        return series.to_numpy(dtype=np.float64, na_value=np.nan)
+    numeric = pd.api.types.is_numeric_dtype(series.dtype)
+    if numeric and not (
+        pd.api.types.is_bool_dtype(series.dtype) or pd.api.types.is_complex_dtype(series)
+    ):
+        return _Values(series.to_numpy(dtype=np.float64, na_value=np.nan))
     values = series.to_numpy(dtype=object)
     missing = pd.isna(series).to_numpy()
     kinds = {type(value) for value in values[~missing]}
     if kinds <= {str}:
-        return np.where(missing, "", values)
+        return _Values(np.where(missing, "", values))
+    if kinds <= {bool, np.bool_}:
+        return _Values(_texts(series.astype(object), missing))
     if kinds <= {int, float, np.float64, np.int64}:
-        return np.where(missing, np.nan, values).astype(np.float64)
-    raise InputError(
+        return _Values(np.where(missing, np.nan, values).astype(np.float64))
+    if kinds <= {pd.Timestamp, datetime.datetime, datetime.date}:
+        return _Values(_texts(series, missing))
+    return _Values(
+        _texts(series.astype(object), missing),
         f"{name}: the column {str(series.name)!r} holds {listed(sorted(k.__name__ for k in kinds))}"
-        f", neither numbers nor text; leave it out by --ignore, or convert it"
+        f", neither numbers nor text; leave it out by --ignore, or convert it",
     )
+
+
+def _texts(series: pd.Series[Any], missing: Array) -> Array:
+    """Each value as text, as in a CSV file; the empty text where it is missing."""
+    if not isinstance(series.dtype, np.dtype) or series.dtype.kind == "O":
+        texts = [str(value)[:_SHOWN] for value in series]
+    else:  # days without hours, if all of them are
+        texts = series.astype(str).tolist()
+    return np.where(missing, "", np.array(texts, dtype=object))
 
 
 def _labels(values: Array, name: str, where: str) -> Labels:

@@ -6,7 +6,7 @@ import struct
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -87,8 +87,10 @@ class TableSamples(Samples):
     Args:
         table: the columns by their names, with numbers (NaN where missing) or text. (A DataFrame
             takes ten times as long to give out one of many columns.)
-        original: the whole table, as it was read.
+        original: gives the whole table as it is in the file, some rows at a time.
         label: its column of labels.
+        forms: for each label as text the value that stands for it in ``original``.
+        unreadable: why some columns can be shown, but not be learned from, by their names.
     """
 
     def __init__(
@@ -97,13 +99,17 @@ class TableSamples(Samples):
         table: dict[str, Array],
         labels: Labels | None,
         ids: Sequence[str] | None,
-        original: pd.DataFrame | None = None,
+        original: Callable[[], Iterable[pd.DataFrame]] | None = None,
         label: str | None = None,
+        forms: Mapping[str, Any] | None = None,
+        unreadable: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, labels, ids)
         self.table = table
         self.original = None if label is None else original
         self.label = label
+        self.forms = forms or {}
+        self._unreadable = unreadable or {}
 
     def __len__(self) -> int:
         return len(next(iter(self.table.values())))
@@ -115,6 +121,11 @@ class TableSamples(Samples):
     @property
     def columns(self) -> list[str]:
         return list(self.table)
+
+    def check_readable(self, column: str) -> None:
+        """Refuse to learn from a column that holds neither numbers nor text."""
+        if column in self._unreadable:
+            raise InputError(self._unreadable[column])
 
     def values(self, column: str, rows: Array) -> list[str]:
         return [

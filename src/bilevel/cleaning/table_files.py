@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -22,6 +26,7 @@ MOST_COLUMNS = 100_000
 """The most columns of a table, because columns are examined one by one."""
 
 _BLOCK = 1 << 20
+_PIECE = 2_000_000  # cells, about, of a piece of a table
 
 _SIGNATURES = {  # the first bytes of files of other kinds
     b"\x89PNG": "a PNG image",
@@ -36,7 +41,21 @@ _SIGNATURES = {  # the first bytes of files of other kinds
 }
 
 
-def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Table:
+    """A table that was read.
+
+    Attributes:
+        frame: its columns, as numbers where they hold numbers.
+        pieces: gives all columns once more, some rows at a time, as they are in the file: CSV as
+            the text that is written there, Parquet in its own types.
+    """
+
+    frame: pd.DataFrame
+    pieces: Callable[[], Iterator[pd.DataFrame]]
+
+
+def read_csv(path: Path, label: str | None, text: Collection[str]) -> Table:
     """Read a CSV file, or a TSV file by its ending.
 
     Args:
@@ -49,10 +68,12 @@ def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFra
     try:
         header = _read_header(path, separator)
         _check_separator(path, separator, header, label)
-        frame = _parsed(path, separator, header, text)
+        # The content is kept, so that it can be given once more even if the file is changed.
+        content = path.read_bytes()
+        frame = _parsed(content, separator, header, text)
         booleans = frame.select_dtypes(bool).columns
         if len(booleans):  # keep TRUE, true and True as they are written
-            frame = _parsed(path, separator, header, {*text, *booleans})
+            frame = _parsed(content, separator, header, {*text, *booleans})
     except UnicodeDecodeError as error:
         raise InputError(
             f"{printable(path)} is not text in UTF-8 ({error}); save it as UTF-8"
@@ -61,7 +82,7 @@ def read_csv(path: Path, label: str | None, text: Collection[str]) -> pd.DataFra
         raise InputError(
             f"{printable(path)} cannot be read as CSV: {' '.join(str(error).split())}"
         ) from error
-    return frame
+    return Table(frame, partial(_pieces_of_csv, content, separator, header))
 
 
 def _check_separator(path: Path, separator: str, header: list[str], label: str | None) -> None:
@@ -113,25 +134,41 @@ def _read_header(path: Path, separator: str) -> list[str]:
     return header
 
 
-def _parsed(path: Path, separator: str, header: list[str], text: Collection[str]) -> pd.DataFrame:
+def _parsed(
+    content: bytes, separator: str, header: list[str], text: Collection[str]
+) -> pd.DataFrame:
+    types = {column: str for column in header if column in text}
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
-        return pd.read_csv(
-            path,
-            sep=separator,
-            encoding="utf-8-sig",
-            header=0,
-            names=header,
-            index_col=False,
-            # "NA" may be a class; each kind of column decides for itself what is missing.
-            keep_default_na=False,
-            na_values=[],
-            dtype={column: str for column in header if column in text},
-            low_memory=False,
+        frame: pd.DataFrame = pd.read_csv(
+            io.BytesIO(content), dtype=types, **_parsing(separator, header)
         )
+    return frame
 
 
-def read_parquet(path: Path, label: str | None, text: Collection[str]) -> pd.DataFrame:
+def _parsing(separator: str, header: list[str]) -> dict[str, Any]:
+    """The options of the parser, which must find the same rows every time."""
+    return {
+        "sep": separator,
+        "encoding": "utf-8-sig",
+        "header": 0,
+        "names": header,
+        "index_col": False,
+        # "NA" may be a class; each kind of column decides for itself what is missing.
+        "keep_default_na": False,
+        "na_values": [],
+        "low_memory": False,
+    }
+
+
+def _pieces_of_csv(content: bytes, separator: str, header: list[str]) -> Iterator[pd.DataFrame]:
+    rows = max(1000, _PIECE // len(header))  # each piece of a wide table takes long, however short
+    options = _parsing(separator, header)
+    with pd.read_csv(io.BytesIO(content), dtype=str, chunksize=rows, **options) as pieces:
+        yield from pieces
+
+
+def read_parquet(path: Path, label: str | None, text: Collection[str]) -> Table:
     """Read a Parquet file; it stores the types of its columns, so ``text`` is not needed."""
     del label, text
     try:
@@ -143,14 +180,36 @@ def read_parquet(path: Path, label: str | None, text: Collection[str]) -> pd.Dat
         if file.read(4) != b"PAR1":
             raise InputError(f"{printable(path)} is not a Parquet file{apparent_kind(path)}")
     try:
-        table = pyarrow.parquet.read_table(path)
+        content = path.read_bytes()
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(content))
         frame: pd.DataFrame = table.to_pandas(ignore_metadata=True)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{printable(path)} cannot be read as Parquet: {error}") from error
+    return Table(_without_index(frame), partial(_pieces_of_parquet, content))
+
+
+def _pieces_of_parquet(content: bytes) -> Iterator[pd.DataFrame]:
+    import pyarrow
+    import pyarrow.parquet
+
+    # By itself, pandas makes fractions of whole numbers, and objects of truth values, where some
+    # are missing.
+    types: dict[Any, Any] = {pyarrow.bool_(): pd.BooleanDtype()}
+    for bits in (8, 16, 32, 64):
+        types[getattr(pyarrow, f"int{bits}")()] = getattr(pd, f"Int{bits}Dtype")()
+        types[getattr(pyarrow, f"uint{bits}")()] = getattr(pd, f"UInt{bits}Dtype")()
+    file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
+    rows = max(1000, _PIECE // max(1, len(file.schema_arrow)))
+    for piece in file.iter_batches(rows):
+        table = pyarrow.Table.from_batches([piece])
+        yield _without_index(table.to_pandas(ignore_metadata=True, types_mapper=types.get))
+
+
+def _without_index(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns="__index_level_0__", errors="ignore")
 
 
-TABLE_READERS: dict[str, Callable[[Path, str | None, Collection[str]], pd.DataFrame]] = {
+TABLE_READERS: dict[str, Callable[[Path, str | None, Collection[str]], Table]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".parquet": read_parquet,
