@@ -59,3 +59,25 @@ def test_x_that_has_arrived_is_not_flat() -> None:
         warnings.simplefilter("error")
         result = bilevel.minimize(problem, x0, torch.zeros_like(x0), steps=60)
     torch.testing.assert_close(result.x, x0, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["f2sa", "f2ba"])
+@pytest.mark.parametrize("held_by", ["prox", "set"])
+def test_a_y_that_is_held_where_it_is_is_said(method: str, held_by: str) -> None:
+    """y is 0 wherever exp(x) >= 2, or at most 0, and neither copy of it can follow f."""
+    held: Any = {"y_prox": bilevel.prox.L1(lambda x: x.exp())}
+    if held_by == "set":
+        held = {"y_set": bilevel.sets.Box(-1.0, 0.0)}
+    problem = bilevel.Problem(
+        lambda x, y, batch: ((y - 1) ** 2).sum(),
+        lambda x, y, batch: 0.5 * ((y - 1 - x**2) ** 2).sum(),
+        **held,
+    )
+    x0 = torch.tensor(0.75, dtype=torch.float64) + (held_by == "prox")
+    y0 = torch.zeros(3, dtype=torch.float64)
+    if held_by == "prox":
+        problem = bilevel.Problem(
+            problem.upper, lambda x, y, batch: 0.5 * ((y - 1) ** 2).sum(), **held
+        )
+    with pytest.warns(bilevel.errors.FlatWarning, match="y_set or y_prox hold"):
+        bilevel.minimize(problem, x0, y0, method=method, steps=50)

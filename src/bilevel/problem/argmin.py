@@ -244,11 +244,12 @@ class _Minimum(_Layer):
     terms: list[Term | None]
     nu: float | None
     curvature = math.nan
+    local = math.nan
 
     def solve(self, x: Sequence[Tensor]) -> Tensor:
         step = self._step(x)
         found = fixed_point_of(step, flatten(self.y.leaves), **self._end)
-        self.curvature = step.curvature
+        self.curvature, self.local = step.curvature, step.local
         minimum = self.checked(found, "the minimum of g")
         if found.converged and not any(self.terms):
             self._compare(x, minimum)
@@ -279,7 +280,9 @@ class _Minimum(_Layer):
         if not size > 0:
             return [torch.zeros_like(tensor) for tensor in x]
         share = eps ** (1 / 3) if self.nu is None else self.nu
-        nu = share * way * self.curvature / size
+        # what was met on the way to y may be larger by far, and the tilt then too strong
+        curvature = self.local if self.local < math.inf else self.curvature
+        nu = share * way * curvature / size
         slopes, other = [], y
         for sign in (1.0, -1.0):
             step = self._step(x, tilt=sign * nu * cotangent)
@@ -291,7 +294,7 @@ class _Minimum(_Layer):
 
     @property
     def _end(self) -> dict[str, Any]:
-        return {"tolerance": self.tolerance, "steps": self.steps}
+        return {"tolerance": self.tolerance, "steps": self.steps, "confirmed": True}
 
     def _step(self, x: Sequence[Tensor], tilt: Tensor | float = 0.0) -> ProximalStep:
         x = [tensor.detach() for tensor in x]
@@ -309,7 +312,8 @@ class _Minimum(_Layer):
                 slopes = torch.autograd.grad(
                     value, leaves, allow_unused=True, materialize_grads=True
                 )
-            return flatten(slopes) + tilt
+            # outside of where g is defined, as that of a logarithm, a slope may still be finite
+            return (flatten(slopes) + tilt).masked_fill_(value.detach().isnan(), math.nan)
 
         def prox(y: Tensor, step: float) -> Tensor:
             pairs = zip(self._parts(y), shrinks, strict=True)
@@ -322,7 +326,7 @@ class _Minimum(_Layer):
             pairs = zip(self._parts(y), self.projections, strict=True)
             return flatten([leaf if p is None else p(leaf) for leaf, p in pairs])
 
-        return ProximalStep(gradient, prox, project, self.curvature)
+        return ProximalStep(gradient, prox, project, self.curvature, self.local)
 
     def _upper_slope(self, x: Sequence[Tensor], y: Tensor) -> list[Tensor]:
         """grad_x of g and of the non-smooth terms."""

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,26 @@ LONGEST_LOOK = 20
 LONGEST_SHORTENING = 60
 """So many times in a row a step may meet a number that is not finite and be shortened."""
 
+FIRST_LOOK = 10
+"""Evaluations after which the map is first looked at again; a look in vain doubles them."""
+
+CLEARLY_LESS = 4.0
+"""Times less than known: a curvature that is followed downwards."""
+
+FLATTER = 25.0
+"""Times less again, at most, since where a gradient hardly changes, rounding hides by how much."""
+
+POWER_ITERATIONS = 6
+"""The most of a look at the curvature, which ends when it is seen not to be clearly less."""
+
+LOCAL_SHORTENINGS = 8
+"""So many times the way of a look is shortened, by ten, where it meets what is not finite."""
+
+FAR = 10.0
+"""Times the size of the solution: from there, what is rounding at the start hides it."""
+
+MOST_RENEWALS = 100
+"""So many times the curvature may be lowered in one search, against going up and down forever."""
 
 KEPT = 2 * 10**7
 """The most numbers that are kept of past points, where y is large; two points are always."""
@@ -122,6 +142,13 @@ class Map(ABC):
         """Learn from the evaluations at two points; whether P has become another map."""
         return False
 
+    def renew(self, y: Tensor, seen: Tensor, *, at_end: bool) -> bool:
+        """Forget what was learnt far from y; whether P has become another map.
+
+        ``at_end``: y looks like the fixed point, which a map that fits y has to confirm.
+        """
+        return False
+
 
 @dataclass
 class GivenMap(Map):
@@ -144,13 +171,20 @@ class ProximalStep(Map):
         gradient: of the smooth part.
         prox: v, s -> argmin_y r(y) + ||y - v||^2 / (2 s); for a set, the projection.
         project: into the domain of r.
-        curvature: L, the largest that was met so far; NaN before the first evaluation.
+        curvature: L, the largest that was met since it was last measured; NaN before the first
+            evaluation.
+        local: the least that L is at the minimum, as seen when :meth:`renew` confirmed one; NaN
+            before.
     """
 
     gradient: Callable[[Tensor], Tensor]
     prox: Callable[[Tensor, float], Tensor] = lambda v, step: v
     project: Callable[[Tensor], Tensor] = lambda v: v
     curvature: float = math.nan
+    local: float = math.nan
+    _met: float = field(default=0.0, init=False)
+    _renewals: int = field(default=0, init=False)
+    _vector: Tensor | None = field(default=None, init=False)
 
     def evaluate(self, y: Tensor) -> Tensor:
         return self.gradient(y)
@@ -193,10 +227,66 @@ class ProximalStep(Map):
             return True
         # of a shorter way the turn is mostly rounding
         rounding = torch.finfo(y.dtype).eps ** 0.5 * length(y)
+        if moved > rounding:
+            self._met = max(self._met, turned / moved)
         if moved > rounding and turned > 1.01 * self.curvature * moved:
             self.curvature = max(turned / moved, 1.5 * self.curvature)
             return True
         return False
+
+    def renew(self, y: Tensor, seen: Tensor, *, at_end: bool) -> bool:
+        enough, met = self.curvature / CLEARLY_LESS, self._met
+        self._met = 0.0
+        known = self.local >= enough if at_end else met >= enough
+        if known or self._renewals >= MOST_RENEWALS:
+            return False
+        found = self._local_curvature(y, seen, enough)
+        if not found > 0 and self._rests_at(y, seen):
+            return False
+        if found < enough:
+            self.curvature, self.local = max(found, enough / FLATTER), math.nan
+            self._renewals += 1
+            return True
+        if at_end:
+            self.local = found
+        return False
+
+    def _rests_at(self, y: Tensor, seen: Tensor) -> bool:
+        """Whether the step from y is rounding."""
+        return length(self.image(y, seen) - y) <= torch.finfo(y.dtype).eps * length(y)
+
+    def _local_curvature(self, y: Tensor, slope: Tensor, enough: float) -> float:
+        """The curvature at y by power iterations, which end when it is seen to be ``enough``.
+
+        It is not finite where the gradient is not, however short the way.
+        """
+        if self._vector is None:
+            generator = torch.Generator().manual_seed(0)
+            self._vector = torch.randn(len(y), generator=generator, device="cpu").to(y)
+        found = 0.0
+        for _ in range(POWER_ITERATIONS):
+            moved, turn = self._turn_beside(y, slope, self._vector)
+            turned = length(turn)
+            if not (turned > 0 and math.isfinite(turned)):
+                return turned
+            before, found = found, turned / moved
+            self._vector = turn / turned
+            if found >= enough or found < 1.1 * before:
+                break
+        return found
+
+    def _turn_beside(self, y: Tensor, slope: Tensor, vector: Tensor) -> tuple[float, Tensor]:
+        """How long a short way from y along the vector is, and the change of the gradient on it."""
+        share = torch.finfo(y.dtype).eps ** (1 / 3) * (length(y) or 1.0) / (length(vector) or 1.0)
+        moved, turn = math.nan, torch.full_like(slope, math.nan)
+        for _ in range(LOCAL_SHORTENINGS):
+            ends = (self.project(y + sign * share * vector) for sign in (1, -1))
+            there = max(ends, key=lambda end: length(end - y))  # at an edge, the way inside
+            moved, turn = length(there - y), self.gradient(there) - slope
+            if bool(torch.isfinite(turn).all()):
+                break
+            share /= 10
+        return moved, turn
 
 
 @dataclass(frozen=True)
@@ -217,7 +307,9 @@ class FixedPointResult:
 
 
 @torch.no_grad()
-def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) -> FixedPointResult:
+def fixed_point_of(
+    map_: Map, start: Tensor, *, tolerance: float, steps: int, confirmed: bool = False
+) -> FixedPointResult:
     """The point y = P(y), from ``start``.
 
     Args:
@@ -225,28 +317,38 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
         start: where to start.
         tolerance: of the residual, relative to the size of y; 0: down to rounding.
         steps: the most evaluations.
+        confirmed: whether what ends the search has to hold as well for the map that
+            :meth:`Map.renew` finds there, and beside the y that was found if it began far from it.
     """
     eps = torch.finfo(start.dtype).eps
     y = map_.into(start)
     seen = map_.evaluate(y)
-    past = Past()
-    least, since, grown, spoilt, evaluations = math.inf, 0, 0, 0, 1
-    first = math.nan
+    past, progress = Past(), _Progress(eps)
+    spoilt, evaluations, look, wait = 0, 1, FIRST_LOOK, FIRST_LOOK
+    first, unit = math.nan, length(start)
     while True:
         image = map_.image(y, seen)
         residual = image - y
-        scale = max(length(image), length(start)) or 1.0
+        scale = max(length(image), unit) or 1.0
         size = length(residual) / scale
-        since = 0 if size < 0.9 * least else since + 1
-        least = min(least, size)
-        stalled = (since >= STALLED and least <= eps**0.75) or (
-            grown >= GROWN and least <= eps**0.5
-        )
-        done = size <= max(tolerance, eps) or (stalled and size <= 2 * least)
+        stalled = progress.stalls_at(size, scale)
+        done = size <= max(tolerance, eps) or stalled
         first = size * scale if math.isnan(first) else first
         if done and first > 0 and scale > eps**-0.75 * (length(start) + first):
             # The steps are short only beside a y that goes to infinity, as there is no solution.
             return FixedPointResult(image, size, evaluations, converged=False)
+        if confirmed and (done or evaluations >= look):
+            renewed = map_.renew(y, seen, at_end=done)
+            wait = FIRST_LOOK if renewed else 2 * wait
+            look = evaluations + wait
+            if done and not renewed and unit > FAR * length(image):
+                progress.rounding, unit, renewed = eps * scale, length(image), True
+            if renewed:
+                past.clear()
+                progress.begin()
+                if evaluations < steps:
+                    continue
+                done = False
         if done or evaluations >= steps or spoilt > LONGEST_SHORTENING:
             return FixedPointResult(image, size, evaluations, done)
         past.add(residual, image)
@@ -264,8 +366,37 @@ def fixed_point_of(map_: Map, start: Tensor, *, tolerance: float, steps: int) ->
             if mixed:
                 past.clear()  # the next step is the plain one
                 continue
-            grown += 1
+            progress.grown += 1
         y, seen, spoilt = other, seen_there, 0
+
+
+@dataclass
+class _Progress:
+    """Whether what is left of the residual is rounding.
+
+    Attributes:
+        eps: the precision.
+        rounding: a residual, not divided by the size of y, that is rounding where it stalls.
+        grown: the plain steps that lengthened the residual.
+    """
+
+    eps: float
+    rounding: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Afresh, as the map is another one."""
+        self.least, self.since, self.grown = math.inf, 0, 0
+
+    def stalls_at(self, size: float, scale: float) -> bool:
+        """Whether the search ends at a residual of ``size``, in units of ``scale``."""
+        self.since = 0 if size < 0.9 * self.least else self.since + 1
+        self.least = min(self.least, size)
+        small = self.least <= self.eps**0.75 or self.least * scale <= self.rounding
+        grows = self.grown >= GROWN and self.least <= self.eps**0.5
+        return ((self.since >= STALLED and small) or grows) and size <= 2 * self.least
 
 
 def _size(map_: Map, y: Tensor, seen: Tensor) -> float:
