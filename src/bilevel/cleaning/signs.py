@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from scipy.special import expit
+from scipy.special import expit, log_ndtr
 
 from bilevel.cleaning.confusion import log_odds_of_shares
 from bilevel.cleaning.noise import (
@@ -29,9 +29,10 @@ SURELY = 0.95  # the probability of an interval
 _SHARES = (0.05, 0.1, 0.2)  # of wrong labels, one of which is likely if any are wrong
 _EXPECTED = 8.0
 """How much more often some labels of every class are wrong than none, where labels are cleaned."""
-_SELDOM = 2.0  # how much less often than not labels are wrong in a way that they do not show
+_SELDOM = 4.0  # how much less often than not labels are wrong in one way that they do not show
 _DOUBLED = np.linspace(-3, 3, 13)  # how often a sharpness is; 99.7% of its prior
 _PARTS = np.linspace(0, 1.25, 6)  # of a model beside another, over what it has alone
+_HARDER = 4.0  # standard errors by which given labels are harder to predict if some are wrong
 CLEARLY = 1.6  # standard errors, which chance exceeds in one case of 20
 _CONTRADICTION = 10.0  # nats; the odds against chance are 20,000 to one
 
@@ -66,19 +67,22 @@ def signs_of_noise(
     - some labels of a few classes are wrong, with the same signs there;
     - labels are wrong in a way that they do not show by themselves. Then the model that is fitted
       without those that seem to be wrong predicts the trusted samples better, or what the trusted
-      samples teach about each other, beside the given labels, is not what it is for the others.
+      samples teach about each other, beside the given labels, is not what it is for the others;
+      or nothing shows but that the given labels are harder to predict than the trusted ones.
 
     It is certain if, besides, the given labels are clearly harder to predict than the trusted ones,
     as wrong labels are unless they follow the features, or if the trusted ones contradict them by
     far.
 
     Args:
-        judged, trusted: the logits of models, none of which were fitted to these samples; the last
-            is fitted without the labels that seem to be wrong.
+        judged, trusted: the logits of models, none of which were fitted to these samples: the first
+            to the given labels, the second to all, the last without those that seem to be wrong.
         given, right: the labels of these samples.
         apart: the logits of a model of the trusted samples alone, none of which was fitted to its
             sample either; None: there is none.
     """
+    of_all = min(1, len(judged) - 1)  # the fit to all samples, if there is one
+    harder = _harder((judged[of_all], trusted[of_all]), given, right)
     some = some_of(len(given), _MOST_FOR_NOISE)
     judged, given = [by_class(z[some]) for z in judged], given[some]
     models = [by_class(np.concatenate(pair)) for pair in zip(judged, trusted, strict=True)]
@@ -87,19 +91,11 @@ def signs_of_noise(
     gained = len(right) * as_given + _at_any_sharpness(judged[-1], trusted[-1], given, right)
     # That trusted samples are harder to predict than the others is no sign of wrong labels.
     by_chance = len(right) * (as_given - flat[1]) if flat[0] < 1 else 0.0
-    hidden = gained - by_chance
-    if apart is not None:  # the one or the other, both as likely
+    ways = [gained - by_chance, _of_harder_labels(harder)]
+    if apart is not None:
         own = apart[0][some], apart[1]
-        other = _in_other_parts((judged[0], trusted[0]), own, given, right)
-        hidden = float(np.logaddexp(hidden, other) - np.log(2))
-    hidden -= np.log(_SELDOM)
-    sharpness, _ = fit_sharpness(judged[0], given)
-    first, second = (
-        _losses(softmax(sharpness * z), labels)
-        for z, labels in ((judged[0], given), (trusted[0], right))
-    )
-    spread = (first.var() / len(first) + second.var() / len(second)) ** 0.5
-    harder = float(first.mean() - second.mean()) / max(spread, 1e-12)
+        ways.append(_in_other_parts((judged[0], trusted[0]), own, given, right))
+    hidden = float(np.logaddexp.reduce(ways) - np.log(_SELDOM))
     evidence = hidden
     if hidden < _CONTRADICTION:
         shown = log_odds_of_shares(_SHARES, judged[0], given, trusted[0], right, _EXPECTED)
@@ -122,6 +118,29 @@ def _at_any_sharpness(judged: Array, trusted: Array, given: Array, right: Array)
         for doubled, part in zip(_DOUBLED, prior, strict=True)
     ]
     return float(np.logaddexp.reduce(found) - np.logaddexp.reduce(prior))
+
+
+def _harder(logits: OnBoth, given: Array, right: Array) -> float:
+    """By how many standard errors the given labels are harder to predict than the trusted ones."""
+    sharpness, _ = fit_sharpness(logits[0], given)
+    first, second = (
+        _losses(softmax(sharpness * z), labels)
+        for z, labels in zip(logits, (given, right), strict=True)
+    )
+    spread = float(first.std()) * (1 / len(first) + 1 / len(second)) ** 0.5
+    errors: float = float(first.mean() - second.mean()) / max(spread, 1e-12)
+    return errors
+
+
+def _of_harder_labels(errors: float) -> float:
+    """The log of the odds that given labels are harder to predict, if they are by these errors.
+
+    If no label is wrong, the difference of the losses is normal, with an error of 1; otherwise so
+    is the truth beside, with a deviation of ``_HARDER`` to one side.
+    """
+    share = _HARDER**2 / (1 + _HARDER**2)
+    peak = 0.5 * share * errors**2 + float(log_ndtr(share**0.5 * errors))
+    return float(np.log(2) - 0.5 * np.log(1 + _HARDER**2)) + peak
 
 
 def _losses(p: Array, labels: Array) -> Array:
@@ -162,4 +181,5 @@ def _in_other_parts(noisy: OnBoth, own: OnBoth, given: Array, right: Array) -> f
         likelihood(a * own_unit * z + b * noisy_unit * z_noisy)
         for a, b in itertools.product(_PARTS, _PARTS)
     ]
-    return float(np.logaddexp.reduce(others) - np.log(len(others))) - likelihood(as_given)
+    mean = float(np.logaddexp.reduce(others)) - float(np.log(len(others)))
+    return mean - likelihood(as_given)
