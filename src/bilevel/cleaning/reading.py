@@ -6,7 +6,6 @@ as they are written.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import sys
@@ -14,7 +13,6 @@ import textwrap
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,13 @@ from bilevel.cleaning.samples import (
     TableSamples,
 )
 from bilevel.cleaning.table_files import TABLE_READERS, apparent_kind, check_columns_differ
+from bilevel.cleaning.values import numbers_or_text
 from bilevel.cleaning.wording import listed
 from bilevel.data.output import printable
 from bilevel.errors import InputError
 
 LONGEST_LABEL = 1000
 """The most characters of a label, which is a name."""
-
-_SHOWN = 200  # characters of a value that is neither a number nor text
 
 
 def read(
@@ -150,7 +147,7 @@ def from_frame(
     others = frame.drop(columns=[c for c in (label, id_column, "") if c in frame.columns])
     if not len(others.columns):
         raise InputError(f"{name} has no column beside the labels, and so nothing to learn from")
-    found = {str(column): _numbers_or_text(series, name) for column, series in others.items()}
+    found = {str(column): numbers_or_text(series, name) for column, series in others.items()}
     return TableSamples(
         name,
         {column: one.values for column, one in found.items()},
@@ -182,52 +179,6 @@ def _index(series: pd.Series[Any], name: str) -> list[str] | None:
             f"the column a name, or remove it"
         )
     return texts
-
-
-@dataclass(frozen=True)
-class _Values:
-    """A column as float64 or as text, and why nothing can be learned from it, if that is so."""
-
-    values: Array
-    why: str | None = None
-
-
-def _numbers_or_text(series: pd.Series[Any], name: str) -> _Values:
-    """The values as float64 or as text; truth values, dates and times are text."""
-    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iuf":  # the usual case
-        return _Values(series.to_numpy(dtype=np.float64))
-    if isinstance(series.dtype, pd.CategoricalDtype):
-        series = series.astype(object)
-    numeric = pd.api.types.is_numeric_dtype(series.dtype)
-    if numeric and not (
-        pd.api.types.is_bool_dtype(series.dtype) or pd.api.types.is_complex_dtype(series)
-    ):
-        return _Values(series.to_numpy(dtype=np.float64, na_value=np.nan))
-    values = series.to_numpy(dtype=object)
-    missing = pd.isna(series).to_numpy()
-    kinds = {type(value) for value in values[~missing]}
-    if kinds <= {str}:
-        return _Values(np.where(missing, "", values))
-    if kinds <= {bool, np.bool_}:
-        return _Values(_texts(series.astype(object), missing))
-    if kinds <= {int, float, np.float64, np.int64}:
-        return _Values(np.where(missing, np.nan, values).astype(np.float64))
-    if kinds <= {pd.Timestamp, datetime.datetime, datetime.date}:
-        return _Values(_texts(series, missing))
-    return _Values(
-        _texts(series.astype(object), missing),
-        f"{name}: the column {str(series.name)!r} holds {listed(sorted(k.__name__ for k in kinds))}"
-        f", neither numbers nor text; leave it out by --ignore, or convert it",
-    )
-
-
-def _texts(series: pd.Series[Any], missing: Array) -> Array:
-    """Each value as text, as in a CSV file; the empty text where it is missing."""
-    if not isinstance(series.dtype, np.dtype) or series.dtype.kind == "O":
-        texts = [str(value)[:_SHOWN] for value in series]
-    else:  # days without hours, if all of them are
-        texts = series.astype(str).tolist()
-    return np.where(missing, "", np.array(texts, dtype=object))
 
 
 def _labels(values: Array, name: str, where: str) -> Labels:

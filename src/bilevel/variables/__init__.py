@@ -4,7 +4,6 @@ from bilevel.variables.anderson import (
     FixedPointResult,
     GivenMap,
     Past,
-    ProximalStep,
     fixed_point_of,
 )
 from bilevel.variables.contexts import (
@@ -26,6 +25,7 @@ from bilevel.variables.gradients import (
 )
 from bilevel.variables.layout import Averaging
 from bilevel.variables.leaves import warn_of_hooks
+from bilevel.variables.proximal_step import ProximalStep
 from bilevel.variables.shards import (
     empty_row_sharded,
     is_sharded,
