@@ -12,7 +12,13 @@ from bilevel.cleaning.noise import MISSING, NoiseModel, fit_pool
 from bilevel.cleaning.suggestions import Evidence, with_trusted, without_trusted
 
 RNG = np.random.default_rng(0)
+START = RNG.bit_generator.state
 T = np.array([[0.6, 0.4, 0.0], [0.0, 0.9, 0.1], [0.2, 0.0, 0.8]])
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_whatever_ran_before() -> None:
+    RNG.bit_generator.state = START
 
 
 def drawn(p: np.ndarray) -> np.ndarray:
